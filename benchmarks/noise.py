@@ -41,7 +41,9 @@ def nanoseconds() -> dict[str, dict[str, float]]:
             wall, processor = time.perf_counter(), time.thread_time()
             draw_rounded_normal(deviation, DRAWN, SystemNoise())
             rounds.append((time.thread_time() - processor, time.perf_counter() - wall))
-        processor, wall = (1e9 * statistics.median(column) / DRAWN for column in zip(*rounds, strict=True))
+        processor, wall = (
+            1e9 * statistics.median(column) / DRAWN for column in zip(*rounds, strict=True)
+        )
         found[f"2^{math.log2(deviation):.1f}"] = {"processor": processor, "wall": wall}
     return found
 
@@ -57,12 +59,22 @@ def of_recipe(path: Path, drawn_ns: float) -> dict[str, Any]:
         gpu = GPUS[name]
         peak = gpu.fp32_peak if name == "cpu" else gpu.bf16_peak
         shares[name] = noise / threads / (flops / (peak * EFFICIENCY))
-    return {"recipe": path.stem, "coordinates": coordinates, "batch": batch, "flop_per_step": flops, "share": shares}
+    return {
+        "recipe": path.stem,
+        "coordinates": coordinates,
+        "batch": batch,
+        "flop_per_step": flops,
+        "share": shares,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", type=Path, default=sorted((ROOT / "recipes").glob("*.toml")))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "recipes", nargs="*", type=Path, default=sorted((ROOT / "recipes").glob("*.toml"))
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     drawn = nanoseconds()
@@ -72,7 +84,9 @@ def main() -> None:
         "draws_per_second_and_thread": 1e9 / usual,
         "load": os.getloadavg()[0],
         "cores": os.cpu_count(),
-        "recipes": [of_recipe(path, usual) for path in options.recipes if load_config(path).privacy.enabled],
+        "recipes": [
+            of_recipe(path, usual) for path in options.recipes if load_config(path).privacy.enabled
+        ],
     }
     text = json.dumps(found, indent=1)
     print(text)

@@ -40,7 +40,9 @@ GPU_NAMES = {"h100": "h100-80gb", "a100": "a100-80gb"}
 SHOWN = 10
 
 
-def of_recipe(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings) -> dict[str, Any]:
+def of_recipe(
+    path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
+) -> dict[str, Any]:
     """The micro-batch of a recipe, JSON-ready."""
     config = load_config(path, overrides)
     task, _ = planning_task(config, ROOT)
@@ -50,7 +52,10 @@ def of_recipe(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettin
     clipped = ClippedSum(model, 1.0, cap=cap, rows=2 * max(size, cap // 64), self_check=False)
     inputs = {
         name: torch.empty(
-            size, *x.shape[1:], dtype=machine.compute_dtype if x.is_floating_point() else x.dtype, device=META
+            size,
+            *x.shape[1:],
+            dtype=machine.compute_dtype if x.is_floating_point() else x.dtype,
+            device=META,
         )
         for name, x in task.synthetic_inputs(2).items()
     }
@@ -83,16 +88,25 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
     """
     config = load_config(path, overrides)
     checkpointed = replace(machine, activation_checkpointing=True)
-    ms = {name: of_recipe(path, overrides, gpu, m) for name, m in (("kept", machine), ("recomputed", checkpointed))}
+    ms = {
+        name: of_recipe(path, overrides, gpu, m)
+        for name, m in (("kept", machine), ("recomputed", checkpointed))
+    }
     shapes = trained_shapes(planning_task(config, ROOT)[0].skeleton())
-    cap, count = usual_cap(config.privacy.expected_batch_size), sum(shape.numel() for shape in shapes.values())
+    cap, count = (
+        usual_cap(config.privacy.expected_batch_size),
+        sum(shape.numel() for shape in shapes.values()),
+    )
     found = {}
     for world_size in (8, 64):
         for name in ("zero1_bf16", "zero3_bf16", "zero3_offload_bf16"):
             machine = load_machine_settings(ROOT / f"ds_configs/{name}.json")
             layout = layout_of("deepspeed", shapes, config.optimizer, machine, world_size)
             owned = max(layout.count(rank) for rank in range(world_size))
-            wire, others = (WIRE if world_size <= gpu.gpus_per_node else LINK), count * (world_size - 1) / world_size
+            wire, others = (
+                (WIRE if world_size <= gpu.gpus_per_node else LINK),
+                count * (world_size - 1) / world_size,
+            )
             number = micro_batches(config, cap, world_size, gpu.gpus_per_node)
             gathers = 2 * number if machine.stage == 3 else 1
             stages = {
@@ -103,7 +117,9 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
                 # Drawn by the CPU and copied; then read, added, converted and written.
                 "noise": owned * (DRAWN + 8 / HOST + 48 / gpu.reached_bandwidth),
                 # Gradient, weights and two moments in fp32, read and written once; then the weights in bf16.
-                "optimizer": 30 * owned / (HOST if machine.offload_optimizer else gpu.reached_bandwidth),
+                "optimizer": 30
+                * owned
+                / (HOST if machine.offload_optimizer else gpu.reached_bandwidth),
                 "host copies": 6 * owned / HOST if machine.offload_optimizer else 0.0,
             }
             found[f"{name}, {world_size} ranks"] = {
@@ -111,22 +127,36 @@ def of_step(path: Path, overrides: list[str], gpu: Gpu, machine: MachineSettings
                 "bytes_on_the_wire": machine.compute_dtype.itemsize * others * gathers + 8 * others,
                 "ms": {stage: 1e3 * seconds for stage, seconds in stages.items()},
                 "micro_batches_ms": {kind: number * one["private_ms"] for kind, one in ms.items()},
-                "share_outside_micro_batches": 1e3 * sum(stages.values()) / (number * ms["kept"]["private_ms"]),
+                "share_outside_micro_batches": 1e3
+                * sum(stages.values())
+                / (number * ms["kept"]["private_ms"]),
             }
-    return {"recipe": path.stem, "ratio_recomputed": ms["recomputed"]["ratio"], **ms["kept"], "step": found}
+    return {
+        "recipe": path.stem,
+        "ratio_recomputed": ms["recomputed"]["ratio"],
+        **ms["kept"],
+        "step": found,
+    }
 
 
 def as_json(row: Row) -> dict[str, Any]:
     return {
-        "part": row.part, "operation": row.operation, "dtypes": row.dtypes, "launches": row.launches,
-        "flops": row.flops, "bytes": row.moved, "ms": row.seconds * 1e3,
-    }  # fmt: skip
+        "part": row.part,
+        "operation": row.operation,
+        "dtypes": row.dtypes,
+        "launches": row.launches,
+        "flops": row.flops,
+        "bytes": row.moved,
+        "ms": row.seconds * 1e3,
+    }
 
 
 def large_recipes() -> list[Path]:
     """Those for images of 224 pixels; of recipes that differ in neither model nor micro-batch, the one with the shortest name."""
     found: dict[str, Path] = {}
-    for path in sorted((ROOT / "recipes").glob("*.toml"), key=lambda path: (len(path.stem), path.stem)):
+    for path in sorted(
+        (ROOT / "recipes").glob("*.toml"), key=lambda path: (len(path.stem), path.stem)
+    ):
         config = load_config(path)
         if config.data.image_size == 224:
             found.setdefault(f"{config.model} {config.train.micro_batch_size}", path)
@@ -134,15 +164,26 @@ def large_recipes() -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, help="default: all that are for images of 224 pixels")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipe", type=Path, help="default: all that are for images of 224 pixels"
+    )
     parser.add_argument("--gpu", choices=[*GPU_NAMES, *GPUS], default="h100")
     parser.add_argument(
-        "--ds_config", type=Path, default=ROOT / "ds_configs/zero3_bf16.json", help="dtype, checkpointing"
+        "--ds_config",
+        type=Path,
+        default=ROOT / "ds_configs/zero3_bf16.json",
+        help="dtype, checkpointing",
     )
-    parser.add_argument("--step", action="store_true", help="also a logical step by stage; takes a --recipe")
+    parser.add_argument(
+        "--step", action="store_true", help="also a logical step by stage; takes a --recipe"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes of the recipe")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes of the recipe"
+    )
     options = parser.parse_intermixed_args()
     gpu = GPUS[GPU_NAMES.get(options.gpu, options.gpu)]
     paths = [options.recipe] if options.recipe else large_recipes()
@@ -155,8 +196,9 @@ def main() -> None:
         print(
             f"{found['recipe']:28} {found['micro_batch_size']:4}: ratio {found['ratio']:.3f}, {found['private_ms']:.1f} to "
             f"{found['non_private_ms']:.1f} ms, {found['launches']} to {found['non_private_launches']} launches",
-            file=sys.stderr if options.json else sys.stdout, flush=True,
-        )  # fmt: skip
+            file=sys.stderr if options.json else sys.stdout,
+            flush=True,
+        )
         if options.recipe and not options.json:
             for row in found["rows"]:
                 print(

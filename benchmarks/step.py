@@ -67,7 +67,9 @@ class Classifier(nn.Module):
         self.head = nn.Linear(384, 1000)
 
     def forward(self, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.encoder(images_BCHW)[:, 0]).float(), labels_B, reduction="none")
+        return F.cross_entropy(
+            self.head(self.encoder(images_BCHW)[:, 0]).float(), labels_B, reduction="none"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class Workload:
             with device:
                 return Classifier() if self.size is None else Captioner(captioner_config(self.size))
         if self.size is not None:
-            return build_captioner(captioner_config(self.size), generator=torch.Generator().manual_seed(0))
+            return build_captioner(
+                captioner_config(self.size), generator=torch.Generator().manual_seed(0)
+            )
         torch.manual_seed(0)
         model = Classifier()
         for parameter in model.parameters():
@@ -106,18 +110,25 @@ class Workload:
             inputs["labels_B"] = torch.randint(0, 1000, (self.batch_size,), generator=generator)
         else:
             tokens = torch.randint(0, 30522, (self.batch_size, 40), generator=generator)
-            inputs |= {"tokens_BL": tokens, "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool)}
+            inputs |= {
+                "tokens_BL": tokens,
+                "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool),
+            }
         return {name: value.to(device) for name, value in inputs.items()}
 
 
-CPU_WORKLOADS = {w.name: w for w in (Workload("vit_s_16", 16, 7), Workload("dpcap_base", 8, 4, "dpcap_base"))}
+CPU_WORKLOADS = {
+    w.name: w for w in (Workload("vit_s_16", 16, 7), Workload("dpcap_base", 8, 4, "dpcap_base"))
+}
 CUDA_WORKLOADS = {"dpcap_large": Workload("dpcap_large", 64, 5, "dpcap_large")}
 
 
 def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> Step:
     """One micro-batch in the given mode, after which the clipped sum (or the gradient) is ready."""
     model = workload.model(device).to(device, dtype)
-    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()}
+    inputs = {
+        k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()
+    }
     if mode in BASELINES:
 
         def baseline(*, ends: bool = False) -> None:
@@ -143,7 +154,10 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
         return clipped_step
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 
-    for name, parameter in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf
+    for (
+        name,
+        parameter,
+    ) in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf
         if "token" in name.rpartition(".")[2] or "type_embedding" in name:
             parameter.requires_grad_(False)
     for module in model.modules():  # its embedding rule views the ids
@@ -173,11 +187,17 @@ def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
     exponent = clipped.exponent
     assert exponent is not None, "there is noise"
     for number in range(len(shards)):
-        add_noise(shards[number].values, deviation_in_units(0.728 * clipped.sensitivity, exponent), SystemNoise())
+        add_noise(
+            shards[number].values,
+            deviation_in_units(0.728 * clipped.sensitivity, exponent),
+            SystemNoise(),
+        )
         shards[number] = shards[number]._replace(values=real_(shards[number].values, exponent))
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))
-    for name, gradient in gather_from_owners(shards, layout, shapes, first.dtype, first.device).items():
+    for name, gradient in gather_from_owners(
+        shards, layout, shapes, first.dtype, first.device
+    ).items():
         parameters[name].grad = gradient
 
 
@@ -229,7 +249,9 @@ COUNTED = (*BASELINES, "bookkeeping", "two_pass")
 Ratios = dict[str, float]
 
 
-def time_ratios(workload: Workload, device: torch.device, dtype: torch.dtype) -> tuple[Ratios, Ratios, float]:
+def time_ratios(
+    workload: Workload, device: torch.device, dtype: torch.dtype
+) -> tuple[Ratios, Ratios, float]:
     """Median over rounds of mode / baseline in the same round, for both baselines, and the median non-private seconds."""
     steps = {mode: make_step(mode, workload, device, dtype) for mode in (*BASELINES, *MODES)}
     seconds: dict[str, list[float]] = {mode: [] for mode in steps}
@@ -242,7 +264,10 @@ def time_ratios(workload: Workload, device: torch.device, dtype: torch.dtype) ->
                 seconds[mode].append(elapsed)
         _note(f"{workload.name}: round {round_number} of {workload.rounds}")
     against = [
-        {m: statistics.median(a / b for a, b in zip(seconds[m], seconds[baseline], strict=False)) for m in MODES}
+        {
+            m: statistics.median(a / b for a, b in zip(seconds[m], seconds[baseline], strict=False))
+            for m in MODES
+        }
         for baseline in BASELINES
     ]
     return against[0], against[1], statistics.median(seconds["non_private"])
@@ -256,12 +281,20 @@ def _timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def flop_ratios(workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]) -> dict[str, float]:
+def flop_ratios(
+    workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]
+) -> dict[str, float]:
     """FLOPs of matrix products and attention against non-private. On CUDA ours are counted on the meta device."""
     counted_on = torch.device("meta") if device.type == "cuda" else device
-    whole = {on: count_flops(make_step("non_private", workload, on, dtype)) for on in {counted_on, device}}
+    whole = {
+        on: count_flops(make_step("non_private", workload, on, dtype))
+        for on in {counted_on, device}
+    }
     on = {mode: counted_on if mode in OURS else device for mode in modes}
-    return {mode: count_flops(make_step(mode, workload, on[mode], dtype)) / whole[on[mode]] for mode in modes}
+    return {
+        mode: count_flops(make_step(mode, workload, on[mode], dtype)) / whole[on[mode]]
+        for mode in modes
+    }
 
 
 def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
@@ -269,7 +302,9 @@ def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
     peaks = {}
     for mode in (*BASELINES, *MODES):
         command = [sys.executable, __file__, "--peak_memory_of", mode, "--workload", workload.name]
-        peaks[mode] = int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+        peaks[mode] = int(
+            subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+        )
         _note(f"{workload.name}: {mode} peaks at {peaks[mode] / 2**20:.0f} MiB")
     against = [{mode: peaks[mode] / peaks[baseline] for mode in MODES} for baseline in BASELINES]
     return against[0], against[1]
@@ -284,10 +319,15 @@ def peak_memory(mode: str, workload: Workload, device: torch.device, dtype: torc
         return torch.cuda.max_memory_allocated()
     # The largest resident size; ru_maxrss would start at the size of the process that started this one.
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+        * 1024
+    )
 
 
-def largest_micro_batch(workload: Workload, mode: str, device: torch.device, dtype: torch.dtype) -> int:
+def largest_micro_batch(
+    workload: Workload, mode: str, device: torch.device, dtype: torch.dtype
+) -> int:
     """The largest multiple of 32 that fits a CUDA device, and 0 if 32 does not."""
     fits, fails = 0, 64 * 32
     while fails - fits > 32:
@@ -314,7 +354,10 @@ def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, 
     on_cuda = workload.name in CUDA_WORKLOADS
     dtype = torch.bfloat16 if on_cuda else torch.float32
     steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
-    return {mode: count_operations(step, on_cuda=on_cuda).total("launches") for mode, step in steps.items()}
+    return {
+        mode: count_operations(step, on_cuda=on_cuda).total("launches")
+        for mode, step in steps.items()
+    }
 
 
 def count(workload: Workload, *_: object) -> dict[str, Any]:
@@ -336,18 +379,31 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dic
         "flop_ratio": flop_ratios(workload, device, dtype, MODES),
         "operations": operations(workload),
     }
-    measured["peak_memory_ratio"], measured["peak_memory_ratio_to_accumulating"] = peak_memory_ratios(workload)
-    measured["time_ratio"], measured["time_ratio_to_accumulating"], seconds = time_ratios(workload, device, dtype)
+    measured["peak_memory_ratio"], measured["peak_memory_ratio_to_accumulating"] = (
+        peak_memory_ratios(workload)
+    )
+    measured["time_ratio"], measured["time_ratio_to_accumulating"], seconds = time_ratios(
+        workload, device, dtype
+    )
     measured["non_private_seconds"] = seconds
     measured["largest_micro_batch"] = None
     if device.type == "cuda":
-        useful, peak = count_flops(make_step("non_private", workload, torch.device("meta"), dtype)), matrix_peak(dtype)
+        useful, peak = (
+            count_flops(make_step("non_private", workload, torch.device("meta"), dtype)),
+            matrix_peak(dtype),
+        )
         slower = {"non_private": 1.0, **measured["time_ratio"]}
         measured |= {
-            "examples_per_second": {mode: workload.batch_size / (seconds * ratio) for mode, ratio in slower.items()},
+            "examples_per_second": {
+                mode: workload.batch_size / (seconds * ratio) for mode, ratio in slower.items()
+            },
             "matrix_peak": peak,
-            "share_of_matrix_peak": {mode: useful / (seconds * ratio) / peak for mode, ratio in slower.items()},
-            "largest_micro_batch": {m: largest_micro_batch(workload, m, device, dtype) for m in ("non_private", *OURS)},
+            "share_of_matrix_peak": {
+                mode: useful / (seconds * ratio) / peak for mode, ratio in slower.items()
+            },
+            "largest_micro_batch": {
+                m: largest_micro_batch(workload, m, device, dtype) for m in ("non_private", *OURS)
+            },
         }
     return measured
 
@@ -357,11 +413,19 @@ def _note(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, on one line")
-    parser.add_argument("--count", action="store_true", help="FLOP ratios of our modes, dpcap_large included")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object on stdout, on one line"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="FLOP ratios of our modes, dpcap_large included"
+    )
     parser.add_argument("--workload", choices=CPU_WORKLOADS | CUDA_WORKLOADS, help="only this one")
-    parser.add_argument("--rounds", type=int, help="timed rounds; default 7 (ViT-S) and 4 (captioner)")
+    parser.add_argument(
+        "--rounds", type=int, help="timed rounds; default 7 (ViT-S) and 4 (captioner)"
+    )
     parser.add_argument("--peak_memory_of", help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -373,14 +437,23 @@ def main() -> None:
     if options.peak_memory_of:
         print(peak_memory(options.peak_memory_of, every[options.workload], device, dtype))
         return
-    chosen = [every[options.workload]] if options.workload else list((every if options.count else usual).values())
+    chosen = (
+        [every[options.workload]]
+        if options.workload
+        else list((every if options.count else usual).values())
+    )
     if options.rounds is not None:
         chosen = [replace(w, rounds=options.rounds) for w in chosen]
     measure = count if options.count else compare
     results = [measure(workload, device, dtype) for workload in chosen]
     on_cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
-    report = {"hardware": hardware, "torch": torch.__version__, "dtype": str(dtype), "workloads": results}
+    report = {
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "dtype": str(dtype),
+        "workloads": results,
+    }
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
 
 

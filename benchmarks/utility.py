@@ -68,7 +68,9 @@ def digits() -> Arrays:
 
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
-    large = np.pad(np.kron(x[order].reshape(-1, 8, 8) / 16, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2)))
+    large = np.pad(
+        np.kron(x[order].reshape(-1, 8, 8) / 16, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2))
+    )
     return _split(((large - 0.25) / 0.35)[:, None], y[order], slice(1200), slice(1200, None))
 
 
@@ -76,8 +78,16 @@ def fashion() -> Arrays:
     from data.embedded import FASHION_FILE, NUM_SHADES, PARTS
 
     with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as held:
-        x, y = held["shades_NHW"] / (NUM_SHADES - 1), held["caption_N"] // 2  # two tones of each class
-    return _split(((x - 0.7) / 0.35)[:, None], y, slice(PARTS["train"]), slice(PARTS["train"] + PARTS["choice"], None))
+        x, y = (
+            held["shades_NHW"] / (NUM_SHADES - 1),
+            held["caption_N"] // 2,
+        )  # two tones of each class
+    return _split(
+        ((x - 0.7) / 0.35)[:, None],
+        y,
+        slice(PARTS["train"]),
+        slice(PARTS["train"] + PARTS["choice"], None),
+    )
 
 
 def _split(x: np.ndarray, y: np.ndarray, train: slice, test: slice) -> Arrays:
@@ -128,14 +138,19 @@ class Outcome:
 def peak_mib() -> float:
     """The high-water mark of this process since `Clock` began to look."""
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        / 1024
+    )
 
 
 class Clock:
     """Processor time and memory of this process, of one job."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is that of now (proc(5))
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # the high-water mark is that of now (proc(5))
         self.start_seconds = self.start_mib = 0.0
         self._began = time.process_time()
 
@@ -155,10 +170,17 @@ Train = Callable[[nn.Sequential, tuple[Tensor, Tensor], Job, Clock], float]
 def network() -> nn.Sequential:
     """26,010 parameters: the small network of many tutorials of DP-SGD, with tanh (Papernot et al. 2021, arXiv 2007.14191)."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, 1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1),
-        nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 8, stride=2, padding=3),
+        nn.Tanh(),
+        nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, 1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, 10),
+    )
 
 
 class Adapted(nn.Module):
@@ -176,12 +198,16 @@ class Adapted(nn.Module):
 def adapted() -> nn.Sequential:
     """16 frozen layers of 2,500, 100 million parameters, with 650,010 that are trained."""
     first = nn.Linear(784, 2500).requires_grad_(False)
-    return nn.Sequential(nn.Flatten(), first, *(Adapted(2500, 8) for _ in range(16)), nn.Linear(2500, 10))
+    return nn.Sequential(
+        nn.Flatten(), first, *(Adapted(2500, 8) for _ in range(16)), nn.Linear(2500, 10)
+    )
 
 
 DATA: dict[str, tuple[Callable[[], Arrays], Callable[[], nn.Sequential], int, int]] = {
-    "digits": (digits, network, 200, 36), "fashion": (fashion, network, 400, 45), "lora": (digits, adapted, 64, 6)
-}  # fmt: skip
+    "digits": (digits, network, 200, 36),
+    "fashion": (fashion, network, 400, 45),
+    "lora": (digits, adapted, 64, 6),
+}
 """A data set with its network, expected batch and steps, the same for every system."""
 
 
@@ -198,7 +224,9 @@ def poisson(job: Job) -> Iterator[Tensor]:
     rng = np.random.default_rng()
     for _ in range(job.num_steps):
         yield torch.from_numpy(
-            np.flatnonzero(rng.random(job.num_examples) < job.expected_batch_size / job.num_examples)
+            np.flatnonzero(
+                rng.random(job.num_examples) < job.expected_batch_size / job.num_examples
+            )
         )
 
 
@@ -209,10 +237,15 @@ def our_plan(job: Job) -> "PrivacyPlan":
     from privacy.releases import SENSITIVITY_SLACK
 
     request = PlanRequest(
-        num_examples=job.num_examples, expected_batch_size=job.expected_batch_size, num_steps=job.num_steps,
-        target_epsilon=job.epsilon if job.noise_multiplier is None else None, noise_multiplier=job.noise_multiplier,
-        target_delta=DELTA, max_grad_norm=job.max_grad_norm, sensitivity_slack=SENSITIVITY_SLACK,
-    )  # fmt: skip
+        num_examples=job.num_examples,
+        expected_batch_size=job.expected_batch_size,
+        num_steps=job.num_steps,
+        target_epsilon=job.epsilon if job.noise_multiplier is None else None,
+        noise_multiplier=job.noise_multiplier,
+        target_delta=DELTA,
+        max_grad_norm=job.max_grad_norm,
+        sensitivity_slack=SENSITIVITY_SLACK,
+    )
     return make_plan(request)
 
 
@@ -222,7 +255,9 @@ def ours(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Cl
 
     cap = our_plan(job).cap
     assert cap is not None
-    rows = math.ceil(cap / math.ceil(cap / MICRO_BATCH))  # every step runs the micro-batches of the largest batch
+    rows = math.ceil(
+        cap / math.ceil(cap / MICRO_BATCH)
+    )  # every step runs the micro-batches of the largest batch
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
@@ -230,12 +265,22 @@ def ours(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Cl
     with (
         tempfile.TemporaryDirectory() as folder,
         PrivateLoop(
-            model, optimizer_of(model), TensorDataset(*train), example=(floats(1, 28, 28), integers(10)), loss=loss,
-            run_dir=Path(folder) / "run", starts_from="public", expected_batch_size=job.expected_batch_size,
-            num_steps=job.num_steps, noise_multiplier=job.noise_multiplier, target_delta=DELTA,
-            max_grad_norm=job.max_grad_norm, micro_batch_size=rows, save_every=job.num_steps,
+            model,
+            optimizer_of(model),
+            TensorDataset(*train),
+            example=(floats(1, 28, 28), integers(10)),
+            loss=loss,
+            run_dir=Path(folder) / "run",
+            starts_from="public",
+            expected_batch_size=job.expected_batch_size,
+            num_steps=job.num_steps,
+            noise_multiplier=job.noise_multiplier,
+            target_delta=DELTA,
+            max_grad_norm=job.max_grad_norm,
+            micro_batch_size=rows,
+            save_every=job.num_steps,
         ) as loop,
-    ):  # fmt: skip
+    ):
         clock.begin()
         for _ in loop:
             pass
@@ -246,15 +291,20 @@ def by_opacus(job: Job) -> float:
     from opacus.accountants.utils import get_noise_multiplier
 
     return get_noise_multiplier(
-        target_epsilon=job.epsilon, target_delta=DELTA, sample_rate=job.expected_batch_size / job.num_examples,
-        steps=job.num_steps, accountant="prv",
-    )  # fmt: skip
+        target_epsilon=job.epsilon,
+        target_delta=DELTA,
+        sample_rate=job.expected_batch_size / job.num_examples,
+        steps=job.num_steps,
+        accountant="prv",
+    )
 
 
 def opacus(mode: str) -> Train:
     """`make_private` with Poisson sampling, and physical batches by its BatchMemoryManager."""
 
-    def train_it(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
+    def train_it(
+        model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock
+    ) -> float:
         from opacus import PrivacyEngine
         from opacus.utils.batch_memory_manager import BatchMemoryManager
 
@@ -264,9 +314,14 @@ def opacus(mode: str) -> Train:
         criterion: nn.Module = nn.CrossEntropyLoss()
         engine = PrivacyEngine(accountant="prv")
         made = engine.make_private(
-            module=model, optimizer=optimizer_of(model), data_loader=loader, noise_multiplier=job.noise_multiplier,
-            max_grad_norm=job.max_grad_norm, grad_sample_mode=mode, criterion=criterion,
-        )  # fmt: skip
+            module=model,
+            optimizer=optimizer_of(model),
+            data_loader=loader,
+            noise_multiplier=job.noise_multiplier,
+            max_grad_norm=job.max_grad_norm,
+            grad_sample_mode=mode,
+            criterion=criterion,
+        )
         wrapped, optimizer, loader = made[0], made[1], made[-1]
         criterion = made[2] if mode == "ghost" else criterion
         clock.begin()
@@ -325,7 +380,9 @@ def by_dp_accounting(job: Job) -> float:
     return high
 
 
-def non_private(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
+def non_private(
+    model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock
+) -> float:
     """The same steps without clipping and noise."""
     optimizer = optimizer_of(model)
     clock.begin()
@@ -366,7 +423,11 @@ def run(job: Job) -> Outcome:
     seconds, peak = clock.seconds(), peak_mib()
     with torch.no_grad():
         accuracy = float((model(arrays.x_test).argmax(1) == arrays.y_test).double().mean())
-    written = f"opacus {version('opacus')}" if job.system.startswith("opacus") else f"torch {torch.__version__}"
+    written = (
+        f"opacus {version('opacus')}"
+        if job.system.startswith("opacus")
+        else f"torch {torch.__version__}"
+    )
     return Outcome(written, rate, accuracy, seconds, clock.start_seconds, clock.start_mib, peak)
 
 
@@ -384,19 +445,29 @@ def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
     return {"pld": pld_epsilon(sigma, rate, steps), "opacus_prv": float(prv.get_epsilon(DELTA))}
 
 
-def summary(rounds: list[dict[str, Outcome]], system: str, sigma: float, num_steps: int) -> dict[str, Any]:
+def summary(
+    rounds: list[dict[str, Outcome]], system: str, sigma: float, num_steps: int
+) -> dict[str, Any]:
     """One system's row."""
     from evaluation.few_shot import interval
 
-    own, pairs = [r[system] for r in rounds], [(r[system], r["non_private"]) for r in rounds if "non_private" in r]
+    own, pairs = (
+        [r[system] for r in rounds],
+        [(r[system], r["non_private"]) for r in rounds if "non_private" in r],
+    )
     row: dict[str, Any] = {
-        "version": own[0].version, "noise_multiplier": sigma, "sample_rate": own[0].sample_rate,
-        "accuracy": interval([o.accuracy for o in own]), "accuracies": [o.accuracy for o in own],
-    }  # fmt: skip
+        "version": own[0].version,
+        "noise_multiplier": sigma,
+        "sample_rate": own[0].sample_rate,
+        "accuracy": interval([o.accuracy for o in own]),
+        "accuracies": [o.accuracy for o in own],
+    }
     if sigma:
         row["epsilon_judged"] = judged(sigma, own[0].sample_rate, num_steps)
     for name, values in {
-        "accuracy_minus_ours": [r[system].accuracy - r["ours"].accuracy for r in rounds if "ours" in r],
+        "accuracy_minus_ours": [
+            r[system].accuracy - r["ours"].accuracy for r in rounds if "ours" in r
+        ],
         "time_ratio": [one.seconds / plain.seconds for one, plain in pairs],
         "memory_ratio": [one.peak_mib / plain.peak_mib for one, plain in pairs],
     }.items():
@@ -422,7 +493,11 @@ def cell(name: str, epsilon: float, seeds: int) -> dict[str, Any]:
             turn = [*systems[seed % len(systems) :], *systems[: seed % len(systems)]]
             for system in (s for s in turn if s not in refused):
                 job = Job(system, name, seed, epsilon, len(arrays.y), batch, num_steps)
-                print(f"{name}, epsilon {epsilon:g}, seed {seed}: {system}", file=sys.stderr, flush=True)
+                print(
+                    f"{name}, epsilon {epsilon:g}, seed {seed}: {system}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 try:
                     if system not in sigmas:
                         with alone() as other:
@@ -432,18 +507,32 @@ def cell(name: str, epsilon: float, seeds: int) -> dict[str, Any]:
                 except Exception as error:  # whatever a system says no with
                     refused[system] = f"{type(error).__name__}: {error}"
     return {
-        "data": name, "target_epsilon": epsilon, "delta": DELTA, "num_train": len(arrays.y), "num_test": len(arrays.y_test),
-        "expected_batch_size": batch, "num_steps": num_steps, "refused": refused,
-        "systems": {one: summary(rounds, one, sigmas[one], num_steps) for one in systems if one not in refused},
-    }  # fmt: skip
+        "data": name,
+        "target_epsilon": epsilon,
+        "delta": DELTA,
+        "num_train": len(arrays.y),
+        "num_test": len(arrays.y_test),
+        "expected_batch_size": batch,
+        "num_steps": num_steps,
+        "refused": refused,
+        "systems": {
+            one: summary(rounds, one, sigmas[one], num_steps)
+            for one in systems
+            if one not in refused
+        },
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="the JSON, written after every cell; cells there are kept")
+    parser.add_argument(
+        "--output", type=Path, help="the JSON, written after every cell; cells there are kept"
+    )
     arguments = parser.parse_args()
     optimizer = {"rate": RATE, "momentum": MOMENTUM, "max_grad_norm": Job.max_grad_norm}
     record: dict[str, Any] = {"benchmark": "utility", "optimizer": optimizer, "cells": []}
@@ -456,9 +545,11 @@ def main() -> None:
                 "date": datetime.date.today().isoformat(),
                 "command": " ".join(["python benchmarks/utility.py", *sys.argv[1:]]),
                 "machine": {
-                    "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0],
+                    "cpu": platform.processor() or platform.machine(),
+                    "cores": os.cpu_count(),
+                    "load": os.getloadavg()[0],
                 },
-            }  # fmt: skip
+            }
             record["cells"].append(began | cell(name, epsilon, arguments.seeds))
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps(record, indent=1) + "\n")

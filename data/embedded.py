@@ -44,17 +44,26 @@ def unpack_fashion(root: Path) -> Path:
         try:
             made.chmod(0o755)
             with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as held:
-                shades_NHW, caption_N, captions = held["shades_NHW"], held["caption_N"], held["captions"]
+                shades_NHW, caption_N, captions = (
+                    held["shades_NHW"],
+                    held["caption_N"],
+                    held["captions"],
+                )
 
             def members(i: int) -> dict[str, bytes]:
                 grey_HW = np.rint(shades_NHW[i] * (255 / (NUM_SHADES - 1))).astype(np.uint8)
-                return {"png": encoded(Image.fromarray(grey_HW), "png"), "txt": str(captions[caption_N[i]]).encode()}
+                return {
+                    "png": encoded(Image.fromarray(grey_HW), "png"),
+                    "txt": str(captions[caption_N[i]]).encode(),
+                }
 
             first = 0
             for part, size in PARTS.items():
                 for number, start in enumerate(range(first, first + size, _SHARD_EXAMPLES)):
                     ids = range(start, min(start + _SHARD_EXAMPLES, first + size))
-                    write_shard(made / f"{part}-{number:05d}.tar", ((f"{i:05d}", members(i)) for i in ids))
+                    write_shard(
+                        made / f"{part}-{number:05d}.tar", ((f"{i:05d}", members(i)) for i in ids)
+                    )
                 first += size
             try:
                 made.rename(folder)

@@ -43,7 +43,9 @@ def require_metrics() -> None:
     try:
         import pycocoevalcap  # noqa: F401
     except ImportError as error:
-        raise ConfigError("caption metrics need the package pycocoevalcap: pip install '.[captions]'") from error
+        raise ConfigError(
+            "caption metrics need the package pycocoevalcap: pip install '.[captions]'"
+        ) from error
     if shutil.which("java") is None:
         raise ConfigError(
             "caption metrics need a Java runtime, which pycocoevalcap's tokenizer is written in, and there is no `java` "
@@ -51,7 +53,9 @@ def require_metrics() -> None:
         )
 
 
-def caption_metrics(captions: Mapping[str, str], references: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def caption_metrics(
+    captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
+) -> dict[str, float]:
     """Scores of one caption per image against its references; BLEU and ROUGE-L from 0 to 1, CIDEr from 0 to 10.
 
     Args:
@@ -69,10 +73,19 @@ def caption_metrics(captions: Mapping[str, str], references: Mapping[str, Sequen
 
     missing = [name for name in captions if not references.get(name)]
     if missing or not captions:
-        raise ConfigError(f"{missing[0]} has no reference caption" if missing else "there are no captions to score")
+        raise ConfigError(
+            f"{missing[0]} has no reference caption"
+            if missing
+            else "there are no captions to score"
+        )
     # The tokenizer tells captions apart by lines; an empty one would vanish from its output.
-    candidates = {name: [{"caption": " ".join(text.split()) or "."}] for name, text in captions.items()}
-    true = {name: [{"caption": " ".join(text.split()) or "."} for text in references[name]] for name in captions}
+    candidates = {
+        name: [{"caption": " ".join(text.split()) or "."}] for name, text in captions.items()
+    }
+    true = {
+        name: [{"caption": " ".join(text.split()) or "."} for text in references[name]]
+        for name in captions
+    }
     with contextlib.redirect_stdout(io.StringIO()):  # the package prints
         tokenizer = PTBTokenizer()
         tokens, true_tokens = tokenizer.tokenize(candidates), tokenizer.tokenize(true)
@@ -90,7 +103,9 @@ def open_captioner(options: CheckpointOptions) -> tuple[Captioner, CaptionTokeni
     """
     opened = open_checkpoint(options)
     if not isinstance(opened.model, Captioner):
-        raise ConfigError(f"{options.checkpoint} holds a {type(opened.model).__name__}; captions need a captioner")
+        raise ConfigError(
+            f"{options.checkpoint} holds a {type(opened.model).__name__}; captions need a captioner"
+        )
     tokenizer = opened.task.make_example(train=False).tokenizer  # type: ignore[attr-defined]
     return opened.model, tokenizer, ModelFacts.of(opened.path, opened.manifest)
 
@@ -105,9 +120,12 @@ def usable_batches(
     """
     device = next(model.parameters()).device
     for batch in decoded_batches(
-        source, range(min(len(source), count or len(source))), batch_size=options.batch_size,
-        image_size=model.config.encoder.image_size, num_workers=options.num_workers,
-    ):  # fmt: skip
+        source,
+        range(min(len(source), count or len(source))),
+        batch_size=options.batch_size,
+        image_size=model.config.encoder.image_size,
+        num_workers=options.num_workers,
+    ):
         usable = np.flatnonzero(batch.is_usable_B)
         examples = [batch.examples[row] for row in usable]
         yield batch.images_BCHW[usable].to(device), examples, len(batch.examples) - len(usable)
@@ -127,7 +145,9 @@ def captions(options: CaptionsOptions) -> Results:
     rows: list[dict[str, Any]] = []
     shown: list[np.ndarray] = []
     undecodable = 0
-    for images_BCHW, examples, left_out in usable_batches(model, source, options, options.max_examples):
+    for images_BCHW, examples, left_out in usable_batches(
+        model, source, options, options.max_examples
+    ):
         undecodable += left_out
         shown += list(images_BCHW[: max(0, GRID - len(shown))].cpu().numpy())
         if not examples:
@@ -141,15 +161,23 @@ def captions(options: CaptionsOptions) -> Results:
         raise DataError(f"{source.name}: none of {undecodable} images can be decoded")
     scalars = {"mean_log_prob": sum(row["log_prob"] for row in rows) / len(rows)}
     if options.metrics:
-        with_references = {str(number): row for number, row in enumerate(rows) if "references" in row}
+        with_references = {
+            str(number): row for number, row in enumerate(rows) if "references" in row
+        }
         references = {name: row["references"] for name, row in with_references.items()}
-        scalars |= caption_metrics({name: row["caption"] for name, row in with_references.items()}, references)
+        scalars |= caption_metrics(
+            {name: row["caption"] for name, row in with_references.items()}, references
+        )
     if options.grid is not None:
         try:
             lines = []
             for row in rows[:GRID]:  # a caption, and whether that is right
                 truth = row.get("references", [""])[0]
-                verdict = f" ({'right' if says(row['caption'], truth) else f'truth: {truth}'})" if truth else ""
+                verdict = (
+                    f" ({'right' if says(row['caption'], truth) else f'truth: {truth}'})"
+                    if truth
+                    else ""
+                )
                 lines.append(f"{row['caption']}{verdict}")
             contact_sheet([denormalize(image) for image in shown], lines).save(options.grid)
             if not options.results_are_public:
@@ -159,7 +187,9 @@ def captions(options: CaptionsOptions) -> Results:
     uses = [DataUse("images", source.name, len(rows), undecodable)]
     table = [{"image": row["image"], "caption": row["caption"]} for row in rows[:GRID]]
     notes = [f"{name} {value:.4f}" for name, value in scalars.items()] if options.metrics else []
-    return Results("captions", scalars, uses, facts, table, {"captions": rows, "options": how}, notes=notes)
+    return Results(
+        "captions", scalars, uses, facts, table, {"captions": rows, "options": how}, notes=notes
+    )
 
 
 def says(caption: str, truth: str) -> bool:

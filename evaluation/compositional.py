@@ -79,11 +79,15 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
                 wrong, group = record["false_captions"], "order"
             else:
                 left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
-                attributes = [record["relation_name"]] if kind == "vg-relation" else record["attributes"]
+                attributes = (
+                    [record["relation_name"]] if kind == "vg-relation" else record["attributes"]
+                )
                 wrong, group = [record["false_caption"]], "_".join(map(str, attributes))
                 box = left, top, left + width, top + height
             image = image_root / str(record["image" if "image" in record else "image_path"])
-            tests.append(Choice(image, tuple(map(str, (record["true_caption"], *wrong))), group, box))
+            tests.append(
+                Choice(image, tuple(map(str, (record["true_caption"], *wrong))), group, box)
+            )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(
                 f"{path}: test {number} is not of the format {kind}: "
@@ -92,7 +96,9 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
     return tests
 
 
-def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS) -> list[Choice]:
+def shape_choices(
+    data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS
+) -> list[Choice]:
     """`count` tests of each group, from plain shapes (`prepare.py synthetic --content shapes`) that no training shard shows where
     its seed is another. All false captions have as many words as the true one.
 
@@ -106,7 +112,11 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
         for number, example in enumerate(examples):
             true = example.statement
             if group == "order":
-                false = [replace(true, groups=order) for order in permutations(true.groups) if order != true.groups]
+                false = [
+                    replace(true, groups=order)
+                    for order in permutations(true.groups)
+                    if order != true.groups
+                ]
             elif group == "relation":
                 # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
                 first, second = true.groups
@@ -114,14 +124,24 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
                 opposite = OPPOSITES[str(true.relation)]
                 false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
                 for exchanged in (mixed, mixed[::-1]):
-                    false += [replace(true, groups=exchanged), replace(true, groups=exchanged, relation=opposite)]
+                    false += [
+                        replace(true, groups=exchanged),
+                        replace(true, groups=exchanged, relation=opposite),
+                    ]
             else:
                 place, words = number % 2, BASIC if group == "colour" else shapes.SIMPLE
                 used = {getattr(other, group) for other in true.groups}
-                before, shown, after = true.groups[:place], true.groups[place], true.groups[place + 1 :]
+                before, shown, after = (
+                    true.groups[:place],
+                    true.groups[place],
+                    true.groups[place + 1 :],
+                )
                 unused = [word for word in words if word not in used]
                 is_colour = group == "colour"
-                others = [replace(shown, colour=w) if is_colour else replace(shown, shape=w) for w in unused]
+                others = [
+                    replace(shown, colour=w) if is_colour else replace(shown, shape=w)
+                    for w in unused
+                ]
                 false = [replace(true, groups=(*before, other, *after)) for other in others]
             captions = tuple(statement.plain_caption() for statement in (true, *false))
             choices.append(Choice(encode_png(example.image_HWC), captions, group))
@@ -130,7 +150,11 @@ def shape_choices(data: SyntheticData, count: int, groups: Sequence[str] = SHAPE
 
 def of_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExample]:
     """The first `count` examples that show `number` shapes."""
-    numbers = (index for index in count_from() if len(data.composition(index)[0].statement.groups) == number)
+    numbers = (
+        index
+        for index in count_from()
+        if len(data.composition(index)[0].statement.groups) == number
+    )
     return [data.example(index) for index in islice(numbers, count)]
 
 
@@ -167,11 +191,18 @@ def choose(
     starts = range(0, len(tests), batch_size)
     for start in track(starts, "batches of tests", len(starts)):
         some = tests[start : start + batch_size]
-        images = [pixels_of(test, model.config.encoder.image_size, start + place) for place, test in enumerate(some)]
-        kept = [(test, image) for test, image in zip(some, images, strict=True) if image is not None]
+        images = [
+            pixels_of(test, model.config.encoder.image_size, start + place)
+            for place, test in enumerate(some)
+        ]
+        kept = [
+            (test, image) for test, image in zip(some, images, strict=True) if image is not None
+        ]
         undecodable += len(some) - len(kept)
         if kept:
-            found = losses(model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept]))
+            found = losses(
+                model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept])
+            )
             for (rule, scores), (place, (test, _)) in product(found.items(), enumerate(kept)):
                 loss_O = scores[place]
                 credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
@@ -179,7 +210,8 @@ def choose(
     if undecodable == len(tests):
         raise DataError(f"none of {len(tests)} images can be decoded")
     answers = {
-        rule: {group: Answers(*np.array(pairs).T) for group, pairs in own.items()} for rule, own in credits.items()
+        rule: {group: Answers(*np.array(pairs).T) for group, pairs in own.items()}
+        for rule, own in credits.items()
     }
     return answers, undecodable
 
@@ -192,9 +224,13 @@ def losses(
     "loss" is per token (the published one); "sum" over the tokens; "prior" the sum minus what it is for a black image, so that
     wording alone cannot decide.
     """
-    captions = [encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests]
+    captions = [
+        encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests
+    ]
     images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
-    scores, blank = (own_log_probs(model, shown, captions) for shown in (images, torch.zeros_like(images)))
+    scores, blank = (
+        own_log_probs(model, shown, captions) for shown in (images, torch.zeros_like(images))
+    )
     lengths = [torch.tensor([len(caption) - 1 for caption in some]) for some in captions]
     return {
         "loss": [-score / length for score, length in zip(scores, lengths, strict=True)],
@@ -218,7 +254,9 @@ def pixels_of(test: Choice, size: int, number: int = 0) -> np.ndarray | None:
     try:
         data = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the image of test {number}: {error.strerror or type(error).__name__}") from error
+        raise DataError(
+            f"cannot read the image of test {number}: {error.strerror or type(error).__name__}"
+        ) from error
     try:
         return whole_image(data, size, test.box)[0]
     except DecodeError:
@@ -230,20 +268,30 @@ def aro(options: AroOptions) -> Results:
     model, tokenizer, facts = open_captioner(options)
     if options.test is None:
         name = f"synthetic shapes, seed {options.synthetic_seed}"
-        data = SyntheticData(options.synthetic_seed, max(model.config.encoder.image_size, 16), "shapes")
+        data = SyntheticData(
+            options.synthetic_seed, max(model.config.encoder.image_size, 16), "shapes"
+        )
         tests = shape_choices(data, options.synthetic_tests)
     else:
         name, (kind, _, file) = options.test, options.test.partition(":")
         if kind not in FORMATS or not file:
-            raise ConfigError(f"--test {name}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}")
+            raise ConfigError(
+                f"--test {name}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}"
+            )
         if options.images is None:
-            raise ConfigError("--test needs --images DIR, the folder that its image paths are relative to")
+            raise ConfigError(
+                "--test needs --images DIR, the folder that its image paths are relative to"
+            )
         tests = read_aro(Path(file), options.images, kind)
     tests = tests[: options.max_examples]
     num_given = len(tests)
     if options.too_long == "skip":
         longest = model.config.num_tokens
-        tests = [t for t in tests if all(len(tokens_of(tokenizer, c, longest)) <= longest for c in t.captions)]
+        tests = [
+            t
+            for t in tests
+            if all(len(tokens_of(tokenizer, c, longest)) <= longest for c in t.captions)
+        ]
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     chosen, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)
@@ -256,10 +304,27 @@ def aro(options: AroOptions) -> Results:
         }
         scalars[f"group_mean_{rule}"] = float(np.mean(list(by_group.values())))
         if len(answers) <= 20:
-            scalars |= {f"accuracy_{rule}_{group}": accuracy for group, accuracy in by_group.items()}
+            scalars |= {
+                f"accuracy_{rule}_{group}": accuracy for group, accuracy in by_group.items()
+            }
         for group, (credits_N, chances_N) in [*answers.items(), ("all", everything)]:
-            row = {"rule": rule, "group": group, "accuracy": float(credits_N.mean()), "chance": float(chances_N.mean())}
-            table.append({**row, "tests": len(credits_N), "p (guessing)": Answers(credits_N, chances_N).p_value})
+            row = {
+                "rule": rule,
+                "group": group,
+                "accuracy": float(credits_N.mean()),
+                "chance": float(chances_N.mean()),
+            }
+            table.append(
+                {
+                    **row,
+                    "tests": len(credits_N),
+                    "p (guessing)": Answers(credits_N, chances_N).p_value,
+                }
+            )
     uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
-    notes = ["loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"]
-    return Results("aro", scalars, uses, facts, table, {"num_too_long": num_given - len(tests)}, notes=notes)
+    notes = [
+        "loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"
+    ]
+    return Results(
+        "aro", scalars, uses, facts, table, {"num_too_long": num_given - len(tests)}, notes=notes
+    )

@@ -95,7 +95,9 @@ def synthetic_shapes(seed: int, count: int, image_size: int) -> DensePictures:
             mask_HW[covered_HW] = 1 + kind
             rows, columns = np.flatnonzero(covered_HW.any(1)), np.flatnonzero(covered_HW.any(0))
             boxes.append((columns[0], rows[0], columns[-1] + 1, rows[-1] + 1, kind, 0))
-        return DensePicture(encode_png(example.image_HWC), mask_HW, np.array(boxes, np.float32).reshape(-1, 6))
+        return DensePicture(
+            encode_png(example.image_HWC), mask_HW, np.array(boxes, np.float32).reshape(-1, 6)
+        )
 
     return DensePictures(f"synthetic:{seed}:{count}", ("background", *SIMPLE), SIMPLE, count, read)
 
@@ -123,7 +125,9 @@ def ade20k(root: Path, split: str) -> DensePictures:
             raise DataError(f"{masks[index]} is no annotation with classes 0 to 150")
         return DensePicture(bytes_of(images[index]), values_HW - 1, None)
 
-    return DensePictures(f"ade20k:{root}/{split}", tuple(map(str, range(1, 151))), (), len(images), read)
+    return DensePictures(
+        f"ade20k:{root}/{split}", tuple(map(str, range(1, 151))), (), len(images), read
+    )
 
 
 def coco(annotations: Path, folder: Path) -> DensePictures:
@@ -142,9 +146,13 @@ def coco(annotations: Path, folder: Path) -> DensePictures:
         with contextlib.redirect_stdout(io.StringIO()):  # the package prints
             instances = COCO(str(annotations))
         categories = sorted(instances.dataset["categories"], key=lambda category: category["id"])
-        images: list[dict[str, Any]] = sorted(instances.dataset["images"], key=lambda image: image["id"])
+        images: list[dict[str, Any]] = sorted(
+            instances.dataset["images"], key=lambda image: image["id"]
+        )
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise DataError(f"{annotations} holds no COCO instances: {type(error).__name__} {error}") from error
+        raise DataError(
+            f"{annotations} holds no COCO instances: {type(error).__name__} {error}"
+        ) from error
     if not images:
         raise DataError(f"{annotations} lists no images")
     number_of = {category["id"]: number for number, category in enumerate(categories)}
@@ -165,7 +173,9 @@ def coco(annotations: Path, folder: Path) -> DensePictures:
             boxes_M6 = np.array(boxes, np.float32).reshape(-1, 6)
             return DensePicture((folder / image["file_name"]).read_bytes(), mask_HW, boxes_M6)
         except OSError as error:
-            raise ReadError(f"cannot read image {index + 1} of {len(images)} of {name}: {error.strerror}") from error
+            raise ReadError(
+                f"cannot read image {index + 1} of {len(images)} of {name}: {error.strerror}"
+            ) from error
         except Exception as error:  # COCO's code raises what it runs into, plain Exceptions too
             raise DataError(
                 f"{name}: image {index + 1} of {len(images)} by id, or an annotation of it, is not COCO's: {type(error).__name__}"
@@ -242,32 +252,45 @@ def prepare(model: nn.Module, source: DensePictures, side: int) -> DenseSet:
         maps.append(token_maps(encoder, torch.from_numpy(image_CHW)[None].to(device)).float())
         masks.append(picture.mask_HW)
         if picture.boxes_M6 is not None:
-            boxes.append(picture.boxes_M6 * np.array([side / width, side / height] * 2 + [1, 1], dtype=np.float32))
+            boxes.append(
+                picture.boxes_M6
+                * np.array([side / width, side / height] * 2 + [1, 1], dtype=np.float32)
+            )
     return DenseSet(torch.cat(maps), masks, boxes if len(boxes) == len(masks) else None, side)
 
 
-def segmentation_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
+def segmentation_scores(
+    train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions
+) -> dict[str, float]:
     """Trains a segmentation head and scores it at the resolution of the test masks: mean IoU, accuracy of pixels."""
     targets = []
     for mask_HW in train.masks:  # the nearest pixel of each of S x S
-        rows, columns = ((np.arange(train.side) + 0.5) * size // train.side for size in mask_HW.shape)
+        rows, columns = (
+            (np.arange(train.side) + 0.5) * size // train.side for size in mask_HW.shape
+        )
         targets.append(torch.from_numpy(mask_HW[rows.astype(int)][:, columns.astype(int)]))
     target_NSS = torch.stack(targets).to(train.maps_NDhw.device)
 
     def loss(values: Tensor, rows: Tensor) -> Tensor:
-        logits = F.interpolate(values, size=target_NSS.shape[1:], mode="bilinear", align_corners=False)
+        logits = F.interpolate(
+            values, size=target_NSS.shape[1:], mode="bilinear", align_corners=False
+        )
         return F.cross_entropy(logits, target_NSS[rows], ignore_index=IGNORED)
 
     head = _train(train, num_classes, loss, how)
 
     def with_predicted(mask_HW: np.ndarray, values: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        logits = F.interpolate(values[None], size=mask_HW.shape, mode="bilinear", align_corners=False)
+        logits = F.interpolate(
+            values[None], size=mask_HW.shape, mode="bilinear", align_corners=False
+        )
         return mask_HW, logits[0].argmax(0).cpu().numpy()
 
     return pixel_scores(map(with_predicted, test.masks, _values(head, test)), num_classes)
 
 
-def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions) -> dict[str, float]:
+def detection_scores(
+    train: DenseSet, test: DenseSet, num_classes: int, how: DenseOptions
+) -> dict[str, float]:
     """Trains a detection head and gives COCO's AP, AP50 and AP75 on the test pictures."""
     assert train.boxes is not None and test.boxes is not None
     factor = 2 if how.head == "conv" else 1
@@ -280,11 +303,17 @@ def detection_scores(train: DenseSet, test: DenseSet, num_classes: int, how: Den
     def loss(values: Tensor, rows: Tensor) -> Tensor:
         kind, sides = kind_Nhw[rows], sides_N4hw[rows]
         inside = (kind < num_classes)[:, None].expand(-1, 4, -1, -1)
-        error = F.smooth_l1_loss(values[:, num_classes + 1 :][inside], sides[inside], beta=0.1, reduction="sum")
-        return F.cross_entropy(values[:, : num_classes + 1], kind) + error / inside.sum().clamp(min=1)
+        error = F.smooth_l1_loss(
+            values[:, num_classes + 1 :][inside], sides[inside], beta=0.1, reduction="sum"
+        )
+        return F.cross_entropy(values[:, : num_classes + 1], kind) + error / inside.sum().clamp(
+            min=1
+        )
 
     head = _train(train, num_classes + 5, loss, how)
-    detected = [boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)]
+    detected = [
+        boxes_of(values.cpu().numpy(), test.side, num_classes) for values in _values(head, test)
+    ]
     return average_precision(test.boxes, detected, num_classes)
 
 
@@ -297,16 +326,24 @@ def _train(train: DenseSet, num_values: int, loss: Loss, how: DenseOptions) -> n
         layers: list[nn.Module] = [nn.Conv2d(width, num_values, 1)]
         if how.head == "conv":
             layers = [
-                nn.Conv2d(width, hidden, 3, padding=1), nn.GELU(), nn.Upsample(scale_factor=2, mode="bilinear"),
-                nn.Conv2d(hidden, hidden, 3, padding=1), nn.GELU(), nn.Conv2d(hidden, num_values, 1),
-            ]  # fmt: skip
-        head = nn.Sequential(nn.BatchNorm2d(width, affine=False), *layers).to(train.maps_NDhw.device)
+                nn.Conv2d(width, hidden, 3, padding=1),
+                nn.GELU(),
+                nn.Upsample(scale_factor=2, mode="bilinear"),
+                nn.Conv2d(hidden, hidden, 3, padding=1),
+                nn.GELU(),
+                nn.Conv2d(hidden, num_values, 1),
+            ]
+        head = nn.Sequential(nn.BatchNorm2d(width, affine=False), *layers).to(
+            train.maps_NDhw.device
+        )
     count = len(train.maps_NDhw)
     optimizer = torch.optim.AdamW(head.parameters(), lr=how.lr, weight_decay=1e-4)
     steps = how.epochs * -(-count // BATCH_SIZE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.lr, total_steps=steps)
     for _ in range(how.epochs):
-        for rows in torch.randperm(count, generator=generator).to(train.maps_NDhw.device).split(BATCH_SIZE):
+        for rows in (
+            torch.randperm(count, generator=generator).to(train.maps_NDhw.device).split(BATCH_SIZE)
+        ):
             optimizer.zero_grad()
             loss(head(train.maps_NDhw[rows]), rows).backward()
             optimizer.step()
@@ -319,7 +356,9 @@ def _values(head: nn.Sequential, test: DenseSet) -> list[Tensor]:
     return [values for part in test.maps_NDhw.split(32) for values in head(part)]
 
 
-def cell_targets(boxes_M6: np.ndarray, cells: int, side: int, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def cell_targets(
+    boxes_M6: np.ndarray, cells: int, side: int, num_classes: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Class of each cell (h, w), `num_classes` outside of all boxes, and distances of its centre to left, top, right and bottom,
     in parts of the picture's side (4, h, w). Of several boxes around a cell the smallest is meant; crowds are left out."""
     centre = (np.arange(cells, dtype=np.float32) + 0.5) * side / cells
@@ -355,18 +394,26 @@ def boxes_of(values: np.ndarray, side: int, num_classes: int) -> np.ndarray:
         kept.append(first)
         low = np.maximum(boxes[first, :2], boxes[others, :2])
         shared = np.clip(np.minimum(boxes[first, 2:], boxes[others, 2:]) - low, 0, None).prod(-1)
-        whole = (boxes[first, 2:] - boxes[first, :2]).prod() + (boxes[others, 2:] - boxes[others, :2]).prod(-1) - shared
+        whole = (
+            (boxes[first, 2:] - boxes[first, :2]).prod()
+            + (boxes[others, 2:] - boxes[others, :2]).prod(-1)
+            - shared
+        )
         left = others[(kinds[others] != kinds[first]) | (shared <= NMS_OVERLAP * whole)]
     return np.column_stack([boxes[kept], kinds[kept], found[kept]])
 
 
-def pixel_scores(masks: Iterable[tuple[np.ndarray, np.ndarray]], num_classes: int) -> dict[str, float]:
+def pixel_scores(
+    masks: Iterable[tuple[np.ndarray, np.ndarray]], num_classes: int
+) -> dict[str, float]:
     """Mean IoU over the classes that occur, and the share of right pixels, without ignored ones.
 
     Args:
         masks: (true, predicted) class of each pixel, for each picture.
     """
-    counts_CC = np.zeros((num_classes, num_classes), dtype=np.int64)  # (true class, predicted class)
+    counts_CC = np.zeros(
+        (num_classes, num_classes), dtype=np.int64
+    )  # (true class, predicted class)
     for mask_HW, predicted_HW in masks:
         counted = mask_HW != IGNORED
         pairs = mask_HW[counted] * num_classes + predicted_HW[counted]
@@ -389,13 +436,21 @@ def average_precision(
     for number, (true_M6, found_M6) in enumerate(zip(truth, detected, strict=True)):
         for left, top, right, bottom, kind, is_crowd in true_M6.tolist():
             box = [left, top, right - left, bottom - top]
-            annotations.append({
-                "id": len(annotations) + 1, "image_id": number, "category_id": int(kind), "bbox": box,
-                "iscrowd": int(is_crowd), "area": box[2] * box[3],
-            })  # fmt: skip
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": int(kind),
+                    "bbox": box,
+                    "iscrowd": int(is_crowd),
+                    "area": box[2] * box[3],
+                }
+            )
         for left, top, right, bottom, kind, score in found_M6.tolist():
             box = [left, top, right - left, bottom - top]
-            answers.append({"image_id": number, "category_id": int(kind), "bbox": box, "score": score})
+            answers.append(
+                {"image_id": number, "category_id": int(kind), "bbox": box, "score": score}
+            )
     names = ("AP", "AP50", "AP75")
     if all(annotation["iscrowd"] for annotation in annotations):
         return dict.fromkeys(names, math.nan)
@@ -403,8 +458,15 @@ def average_precision(
         return dict.fromkeys(names, 0.0)
     with contextlib.redirect_stdout(io.StringIO()):  # the package prints
         true = COCO()
-        pictures, categories = ([{"id": number} for number in range(count)] for count in (len(truth), num_classes))
-        true.dataset = {"info": {}, "images": pictures, "annotations": annotations, "categories": categories}
+        pictures, categories = (
+            [{"id": number} for number in range(count)] for count in (len(truth), num_classes)
+        )
+        true.dataset = {
+            "info": {},
+            "images": pictures,
+            "annotations": annotations,
+            "categories": categories,
+        }
         true.createIndex()
         judge = COCOeval(true, true.loadRes(answers), "bbox")
         judge.evaluate()

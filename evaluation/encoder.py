@@ -36,9 +36,13 @@ def check_options(model: nn.Module, options: FeatureOptions) -> None:
     """
     encoder = encoder_of(model)
     if options.features == "blocks" and not 1 <= options.num_blocks <= len(encoder.blocks):
-        raise ConfigError(f"{options.num_blocks} blocks were asked for; the encoder has {len(encoder.blocks)}")
+        raise ConfigError(
+            f"{options.num_blocks} blocks were asked for; the encoder has {len(encoder.blocks)}"
+        )
     if options.features == "memory" and not isinstance(model, Captioner):
-        raise ConfigError(f"only a captioner has an image memory, not a {type(model).__name__}; choose another kind")
+        raise ConfigError(
+            f"only a captioner has an image memory, not a {type(model).__name__}; choose another kind"
+        )
     size = options.image_size or encoder.config.image_size
     if options.resize is not None and options.resize < size:
         raise ConfigError(
@@ -47,7 +51,9 @@ def check_options(model: nn.Module, options: FeatureOptions) -> None:
     if options.image_size is not None:
         _grid(encoder, options.image_size, options.image_size)
         if options.features == "memory" and options.image_size != encoder.config.image_size:
-            raise ConfigError("the image memory has positions of its own: it exists at the model's image size only")
+            raise ConfigError(
+                "the image memory has positions of its own: it exists at the model's image size only"
+            )
 
 
 def features(model: nn.Module, images_BCHW: Tensor, options: FeatureOptions) -> Tensor:
@@ -77,7 +83,9 @@ def token_maps(encoder: VisionTransformer, images_BCHW: Tensor) -> Tensor:
     return tokens(encoder, images_BCHW, 1)[1][:, 1:].transpose(1, 2).unflatten(2, grid)
 
 
-def tokens(encoder: VisionTransformer, images_BCHW: Tensor, num_blocks: int) -> tuple[list[Tensor], Tensor]:
+def tokens(
+    encoder: VisionTransformer, images_BCHW: Tensor, num_blocks: int
+) -> tuple[list[Tensor], Tensor]:
     """Outputs of the last `num_blocks` blocks, (B, T, D) each, and of the final norm. Image sizes as for `token_maps`."""
     grid = _grid(encoder, *images_BCHW.shape[2:])
     images_BCHW = images_BCHW.to(encoder.patch_embedding.weight.dtype)
@@ -101,5 +109,7 @@ def tokens(encoder: VisionTransformer, images_BCHW: Tensor, num_blocks: int) -> 
 def _grid(encoder: VisionTransformer, height: int, width: int) -> tuple[int, int]:
     patch = encoder.config.patch_size
     if height < patch or width < patch or height % patch or width % patch:
-        raise ConfigError(f"images of {height} x {width} pixels are no whole number of patches of {patch}")
+        raise ConfigError(
+            f"images of {height} x {width} pixels are no whole number of patches of {patch}"
+        )
     return height // patch, width // patch

@@ -73,7 +73,9 @@ class Features:
             DataError: nothing is left.
         """
         if not self.is_usable_N.any():
-            raise DataError(f"{self.name}: no example has both an image and a label; see --label_field")
+            raise DataError(
+                f"{self.name}: no example has both an image and a label; see --label_field"
+            )
         return self.values_ND[self.is_usable_N], self.labels_N[self.is_usable_N]
 
 
@@ -100,7 +102,9 @@ def extract(
     if not len(source):
         raise DataError(f"{source.name} holds no images")
     # One process without a launcher has no process group.
-    rank, world_size = (collectives.rank(), collectives.world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = (
+        (collectives.rank(), collectives.world_size()) if dist.is_initialized() else (0, 1)
+    )
     if cache is None:
         if world_size > 1:
             raise DataError("several ranks need a folder for the features: give --cache")
@@ -108,7 +112,8 @@ def extract(
     manifest = opened.manifest
     facts = {
         "format": 2,
-        "checkpoint": manifest.get("seal") or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest(),
+        "checkpoint": manifest.get("seal")
+        or hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest(),
         "use_average": options.use_average,
         "dtype": str(next(opened.model.parameters()).dtype),
         "data": source.identity(),
@@ -118,7 +123,10 @@ def extract(
         "options": options.model_dump(include={"features", "num_blocks", "image_size", "resize"}),
     }
     named = {key: value for key, value in facts.items() if key != "data_name"}
-    folder = cache / f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
+    folder = (
+        cache
+        / f"features-{hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:24]}"
+    )
     if not (folder / "manifest.json").exists():
         rows = range(len(source) * rank // world_size, len(source) * (rank + 1) // world_size)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -126,17 +134,28 @@ def extract(
         part = folder / _part(rank, world_size)
         if not part.exists():  # an earlier start may have left it whole
             computed = compute(opened.model, source, options, rows)
-            columns = {"features": computed.values_ND, "labels": computed.labels_N, "is_usable": computed.is_usable_N}
+            columns = {
+                "features": computed.values_ND,
+                "labels": computed.labels_N,
+                "is_usable": computed.is_usable_N,
+            }
             with named_when_whole(part) as temporary:
                 save_file(columns, temporary)
         if world_size > 1:
             dist.barrier()
-        if rank == 0:  # The manifest comes last: rows without a part would be read as features of other data.
+        if (
+            rank == 0
+        ):  # The manifest comes last: rows without a part would be read as features of other data.
             parts = [folder / _part(r, world_size) for r in range(world_size)]
             if missing := [part for part in parts if not part.exists()]:
                 raise ReadError(f"{missing[0]} is not there: all ranks must see the same --cache")
             reasons = ["features are computed from the images without noise"]
-            content = {"num_parts": world_size, "facts": facts, "formal_guarantee": False, "reasons": reasons}
+            content = {
+                "num_parts": world_size,
+                "facts": facts,
+                "formal_guarantee": False,
+                "reasons": reasons,
+            }
             write_durably(folder / "manifest.json", json.dumps(content, indent=1) + "\n")
     return read_features(folder) if rank == 0 else None
 
@@ -151,7 +170,9 @@ def read_features(folder: Path) -> Features:
         manifest = json.loads((folder / "manifest.json").read_text())
         facts, filled = manifest["facts"], 0
         joined: dict[str, np.ndarray] = {}
-        for r in range(manifest["num_parts"]):  # one after the other into their place: both copies of all would not fit
+        for r in range(
+            manifest["num_parts"]
+        ):  # one after the other into their place: both copies of all would not fit
             part = load_file(folder / _part(r, manifest["num_parts"]))
             if not joined:
                 joined = {
@@ -163,11 +184,17 @@ def read_features(folder: Path) -> Features:
                 column[rows] = part[name]
             filled = rows.stop
     except Exception as error:
-        raise DataError(f"{folder} holds no whole features ({error}); delete it and compute them again") from error
+        raise DataError(
+            f"{folder} holds no whole features ({error}); delete it and compute them again"
+        ) from error
     if filled != facts["num_examples"]:
         raise DataError(f"{folder} has {filled} rows of {facts['num_examples']}; delete it")
     return Features(
-        joined["features"], joined["labels"], joined["is_usable"], tuple(facts["class_names"]), facts["data_name"]
+        joined["features"],
+        joined["labels"],
+        joined["is_usable"],
+        tuple(facts["class_names"]),
+        facts["data_name"],
     )
 
 
@@ -187,9 +214,13 @@ def stored_features(path: Path) -> Features:
         with np.load(path, allow_pickle=False) as stored:
             values_ND, labels_N = stored["features"], stored["labels"]
     except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"{path} is neither a cache of features nor an .npz with `features` and `labels`") from error
+        raise DataError(
+            f"{path} is neither a cache of features nor an .npz with `features` and `labels`"
+        ) from error
     if values_ND.ndim != 2 or labels_N.shape != (len(values_ND),):
-        raise DataError(f"{path}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}")
+        raise DataError(
+            f"{path}: features must be (N, D), labels (N,), not {values_ND.shape} and {labels_N.shape}"
+        )
     if not np.issubdtype(labels_N.dtype, np.integer):
         raise DataError(f"{path}: labels must be whole numbers, not {labels_N.dtype}")
     with np.errstate(all="ignore"):  # without a word about an example
@@ -213,9 +244,14 @@ def compute(
     device = encoder.class_token.device
     values, labels, usable = [], [], []
     for batch in decoded_batches(
-        source, rows, batch_size=options.batch_size, image_size=size, num_workers=options.num_workers,
-        resize=options.resize, augmentation=augmentation,
-    ):  # fmt: skip
+        source,
+        rows,
+        batch_size=options.batch_size,
+        image_size=size,
+        num_workers=options.num_workers,
+        resize=options.resize,
+        augmentation=augmentation,
+    ):
         found_BD = features_of(model, batch.images_BCHW.to(device), options).cpu().numpy()
         found_BD[~batch.is_usable_B] = 0
         values.append(found_BD)
@@ -223,9 +259,17 @@ def compute(
         usable.append(batch.is_usable_B)
     if not values:  # more ranks than images
         width = features_of(model, torch.zeros(1, 3, size, size, device=device), options).shape[1]
-        values, labels, usable = [np.zeros((0, width), np.float32)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        values, labels, usable = (
+            [np.zeros((0, width), np.float32)],
+            [np.zeros(0, np.int64)],
+            [np.zeros(0, bool)],
+        )
     return Features(
-        np.concatenate(values), np.concatenate(labels), np.concatenate(usable), source.class_names, source.name
+        np.concatenate(values),
+        np.concatenate(labels),
+        np.concatenate(usable),
+        source.class_names,
+        source.name,
     )
 
 
@@ -236,7 +280,9 @@ def open_checkpoint(options: CommandOptions) -> OpenedModel:
         ConfigError: there is no checkpoint, or no such device.
     """
     assert options.checkpoint is not None
-    return opening.open_model(options.checkpoint, device=device_of(options), use_average=options.use_average)
+    return opening.open_model(
+        options.checkpoint, device=device_of(options), use_average=options.use_average
+    )
 
 
 def device_of(options: CommandOptions) -> torch.device:
@@ -273,7 +319,10 @@ class Inputs:
 
     def uses(self) -> list[DataUse]:
         """What the record says about the data."""
-        return [DataUse(role, f.name, len(f.labels_N), f.num_unusable) for role, f in self.features.items()]
+        return [
+            DataUse(role, f.name, len(f.labels_N), f.num_unusable)
+            for role, f in self.features.items()
+        ]
 
     def num_classes(self) -> int:
         """How many classes all roles have together."""
@@ -290,10 +339,14 @@ def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
     """
     from_images = [role for role, source in sources.items() if not source.startswith("features:")]
     if from_images and options.checkpoint is None:
-        raise ConfigError(f"--{from_images[0]} names images: give --checkpoint, whose encoder makes features of them")
+        raise ConfigError(
+            f"--{from_images[0]} names images: give --checkpoint, whose encoder makes features of them"
+        )
     opened = None if options.checkpoint is None else open_checkpoint(options)
     cache = options.cache_folder
-    pictures = ImageOptions.model_construct(**{name: getattr(options, name) for name in ImageOptions.model_fields})
+    pictures = ImageOptions.model_construct(
+        **{name: getattr(options, name) for name in ImageOptions.model_fields}
+    )
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     found: dict[str, Features] = {}
     images: dict[str, Source] = {}
@@ -303,7 +356,9 @@ def load_inputs(options: FeatureOptions, **sources: str) -> Inputs | None:
                 found[role] = stored_features(Path(source.removeprefix("features:")))
             continue
         assert opened is not None
-        if cache is not None and options.cache is None:  # what describes the data is for their owner alone
+        if (
+            cache is not None and options.cache is None
+        ):  # what describes the data is for their owner alone
             cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         images[role] = open_source(source, pictures if role == WHITEN_ON else options)
         extracted = extract(opened, images[role], options, cache=cache)

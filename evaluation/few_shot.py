@@ -24,7 +24,11 @@ DPCAP_RIDGE = 0.0025
 def interval(values: Sequence[float]) -> dict[str, float | None]:
     """Mean and half of the 95 % interval of the mean (Student's t); none for one value."""
     count = len(values)
-    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count) if count > 1 else None
+    half = (
+        stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count)
+        if count > 1
+        else None
+    )
     return {"mean": float(np.mean(values)), "half_width": None if half is None else float(half)}
 
 
@@ -80,9 +84,14 @@ def few_shot_probe(
         for number in range(num_splits):
             rows = split(y_N, count, seed + number)
             head = regression(
-                x_ND[rows], y_N[rows], num_classes, ridge=DPCAP_RIDGE / len(rows), device=device, standardise=False,
+                x_ND[rows],
+                y_N[rows],
+                num_classes,
+                ridge=DPCAP_RIDGE / len(rows),
+                device=device,
+                standardise=False,
                 intercept=False,
-            )  # fmt: skip
+            )
             own.append(head.accuracy(x_test_ND, test[1]))
     return accuracies
 
@@ -93,9 +102,14 @@ def few_shot(options: FewShotOptions) -> Results | None:
     if inputs is None:
         return None
     measured = few_shot_probe(
-        inputs.features["train"].usable(), inputs.features["test"].usable(), inputs.num_classes(), options.shots,
-        num_splits=options.num_splits, seed=options.seed, device=device_of(options),
-    )  # fmt: skip
+        inputs.features["train"].usable(),
+        inputs.features["test"].usable(),
+        inputs.num_classes(),
+        options.shots,
+        num_splits=options.num_splits,
+        seed=options.seed,
+        device=device_of(options),
+    )
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     for count, accuracies in measured.items():

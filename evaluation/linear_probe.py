@@ -114,7 +114,10 @@ def lars_probe(
     per_epoch = len(x_ND) // batch_size
     peak_lr = base_lr * batch_size / 256
     warmup = min(warmup_epochs, epochs - 1)
-    norm, linear = nn.BatchNorm1d(x_ND.shape[1], affine=False, eps=1e-6), nn.Linear(x_ND.shape[1], num_classes)
+    norm, linear = (
+        nn.BatchNorm1d(x_ND.shape[1], affine=False, eps=1e-6),
+        nn.Linear(x_ND.shape[1], num_classes),
+    )
     nn.init.normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
     nn.init.zeros_(linear.bias)
     head = nn.Sequential(norm, linear).to(device)
@@ -128,14 +131,22 @@ def lars_probe(
         order = torch.randperm(len(x_ND), generator=generator).to(device)
         for step, rows in enumerate(order[: per_epoch * batch_size].split(batch_size)):
             F.cross_entropy(head(x_ND[rows]), y_N[rows]).backward()
-            at = epoch + step / per_epoch  # the rate is zero at the first step, as in the released code
+            at = (
+                epoch + step / per_epoch
+            )  # the rate is zero at the first step, as in the released code
             cosine = 0.5 * (1 + math.cos(math.pi * (at - warmup) / (epochs - warmup)))
             rate = peak_lr * (at / warmup if at < warmup else cosine)
             with torch.no_grad():
                 for p, m in momentum.items():
                     assert p.grad is not None
-                    ratio = trust_coefficient * p.norm() / p.grad.norm() if p.dim() > 1 else torch.ones(())
-                    m.mul_(MOMENTUM).add_(p.grad * torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0))
+                    ratio = (
+                        trust_coefficient * p.norm() / p.grad.norm()
+                        if p.dim() > 1
+                        else torch.ones(())
+                    )
+                    m.mul_(MOMENTUM).add_(
+                        p.grad * torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
+                    )
                     p.sub_(rate * m)
             head.zero_grad()
         head.eval()
@@ -188,9 +199,13 @@ def regression(
     weight_LD.requires_grad_()
     bias_L.requires_grad_(intercept)
     optimizer = torch.optim.LBFGS(
-        [weight_LD, bias_L] if intercept else [weight_LD], max_iter=max_iterations, history_size=20,
-        tolerance_grad=1e-7, tolerance_change=1e-12, line_search_fn="strong_wolfe",
-    )  # fmt: skip
+        [weight_LD, bias_L] if intercept else [weight_LD],
+        max_iter=max_iterations,
+        history_size=20,
+        tolerance_grad=1e-7,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
 
     def objective() -> Tensor:
         optimizer.zero_grad()
@@ -242,7 +257,9 @@ def cross_validated_regression(
         inside, outside = fold_N != fold, fold_N == fold
         head = None
         for ridge in ordered:
-            head = regression(x_ND[inside], y_N[inside], num_classes, ridge=ridge, device=device, start=head)
+            head = regression(
+                x_ND[inside], y_N[inside], num_classes, ridge=ridge, device=device, start=head
+            )
             correct[ridge] += head.accuracy(x_ND[outside], y_N[outside]) * int(outside.sum())
     validation = {ridge: count / len(y_N) for ridge, count in correct.items()}
     chosen = max(ordered, key=lambda ridge: (round(validation[ridge], 12), ridge))
@@ -271,25 +288,47 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
 
     if options.method != "lbfgs":
         lars = lars_probe(
-            train, test, inputs.num_classes(), epochs=options.epochs, batch_size=options.probe_batch_size,
-            base_lr=options.base_lr, warmup_epochs=min(10, options.epochs // 9),
-            trust_coefficient=options.trust_coefficient, seed=options.seed, device=device,
+            train,
+            test,
+            inputs.num_classes(),
+            epochs=options.epochs,
+            batch_size=options.probe_batch_size,
+            base_lr=options.base_lr,
+            warmup_epochs=min(10, options.epochs // 9),
+            trust_coefficient=options.trust_coefficient,
+            seed=options.seed,
+            device=device,
             train_of=of_epoch if options.augment else None,
-        )  # fmt: skip
+        )
         last = lars.accuracies[-1]
-        best = max(lars.accuracies)  # chosen by looking at the test set, as the papers do: an optimistic number
+        best = max(
+            lars.accuracies
+        )  # chosen by looking at the test set, as the papers do: an optimistic number
         best_epoch = 1 + lars.accuracies.index(best)
         scalars |= {"lars_accuracy_last_epoch": last, "lars_accuracy_best_epoch": best}
         details["lars"] = {
-            "accuracies": lars.accuracies, "best_epoch": best_epoch, "batch_size": lars.batch_size,
-            "peak_lr": lars.peak_lr, "epochs": options.epochs, "trust_coefficient": options.trust_coefficient,
+            "accuracies": lars.accuracies,
+            "best_epoch": best_epoch,
+            "batch_size": lars.batch_size,
+            "peak_lr": lars.peak_lr,
+            "epochs": options.epochs,
+            "trust_coefficient": options.trust_coefficient,
             "augmented": options.augment,
-        }  # fmt: skip
+        }
         table.append({"probe": "LARS, last epoch", "test accuracy": last})
-        table.append({"probe": f"LARS, best epoch ({best_epoch}), chosen on the test set", "test accuracy": best})
+        table.append(
+            {
+                "probe": f"LARS, best epoch ({best_epoch}), chosen on the test set",
+                "test accuracy": best,
+            }
+        )
     if options.method != "lars":
         head, by_ridge = cross_validated_regression(
-            *train, inputs.num_classes(), num_folds=options.num_folds, seed=options.seed, device=device
+            *train,
+            inputs.num_classes(),
+            num_folds=options.num_folds,
+            seed=options.seed,
+            device=device,
         )
         ridge = max(by_ridge, key=lambda r: (round(by_ridge[r], 12), r))
         accuracy = head.accuracy(*test)
@@ -298,12 +337,22 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
                 f"L-BFGS stopped before it converged: the steepest slope of its objective is {head.steepest:.1g}"
             )
         scalars["lbfgs_accuracy"] = accuracy
-        details["lbfgs"] = {"ridge": ridge, "validation_accuracy_by_ridge": {f"{r:g}": v for r, v in by_ridge.items()}}
-        table.append({"probe": f"regression by L-BFGS, ridge {ridge:g} by cross-validation", "test accuracy": accuracy})
+        details["lbfgs"] = {
+            "ridge": ridge,
+            "validation_accuracy_by_ridge": {f"{r:g}": v for r, v in by_ridge.items()},
+        }
+        table.append(
+            {
+                "probe": f"regression by L-BFGS, ridge {ridge:g} by cross-validation",
+                "test accuracy": accuracy,
+            }
+        )
         behind = accuracy - scalars.get("lars_accuracy_last_epoch", accuracy)
         if behind > BEHIND:
             notes.append(
                 f"LARS has hardly converged: it is {100 * behind:.1f} points below regression. The papers' rate is for a million "
                 "images; raise --trust_coefficient (--base_lr would drive the bias, which LARS does not scale, too) or --epochs"
             )
-    return Results("linear-probe", scalars, inputs.uses(), inputs.model, table, details, notes=notes)
+    return Results(
+        "linear-probe", scalars, inputs.uses(), inputs.model, table, details, notes=notes
+    )

@@ -53,7 +53,9 @@ class CommandOptions(Options):
     @property
     def results_are_public(self) -> bool:
         """Whether results are computed from public data alone: the user's word, or the pictures come from a seed."""
-        return self.data_is_public or (self.DRAWN_WITHOUT is not None and getattr(self, self.DRAWN_WITHOUT) is None)
+        return self.data_is_public or (
+            self.DRAWN_WITHOUT is not None and getattr(self, self.DRAWN_WITHOUT) is None
+        )
 
     @property
     def output_folder(self) -> Path | None:
@@ -339,19 +341,50 @@ class Command:
 
 
 COMMANDS = (
-    Command("linear-probe", "linear classifier on frozen features (LARS and L-BFGS), not private", LinearProbeOptions,
-            "evaluation.linear_probe:linear_probe", uses_ranks=True),
-    Command("few-shot", "classifier from K examples per class, not private", FewShotOptions,
-            "evaluation.few_shot:few_shot", uses_ranks=True),
-    Command("private-head", "linear head trained with differential privacy on frozen features", PrivateHeadOptions,
-            "evaluation.private_head.run:private_head", uses_ranks=True),
-    Command("dense", "segmentation or detection on frozen token maps, not private", DenseOptions,
-            "evaluation.dense:dense"),
-    Command("zero-shot", "classification by the likelihood of captions that name the class", ZeroShotOptions,
-            "evaluation.zero_shot:zero_shot"),
-    Command("aro", "does it see attributes, relations and order? (ARO's files, or synthetic tests)", AroOptions,
-            "evaluation.compositional:aro"),
-    Command("captions", "captions of images, and their BLEU, ROUGE-L and CIDEr", CaptionsOptions,
-            "evaluation.captions:captions"),
-)  # fmt: skip
+    Command(
+        "linear-probe",
+        "linear classifier on frozen features (LARS and L-BFGS), not private",
+        LinearProbeOptions,
+        "evaluation.linear_probe:linear_probe",
+        uses_ranks=True,
+    ),
+    Command(
+        "few-shot",
+        "classifier from K examples per class, not private",
+        FewShotOptions,
+        "evaluation.few_shot:few_shot",
+        uses_ranks=True,
+    ),
+    Command(
+        "private-head",
+        "linear head trained with differential privacy on frozen features",
+        PrivateHeadOptions,
+        "evaluation.private_head.run:private_head",
+        uses_ranks=True,
+    ),
+    Command(
+        "dense",
+        "segmentation or detection on frozen token maps, not private",
+        DenseOptions,
+        "evaluation.dense:dense",
+    ),
+    Command(
+        "zero-shot",
+        "classification by the likelihood of captions that name the class",
+        ZeroShotOptions,
+        "evaluation.zero_shot:zero_shot",
+    ),
+    Command(
+        "aro",
+        "does it see attributes, relations and order? (ARO's files, or synthetic tests)",
+        AroOptions,
+        "evaluation.compositional:aro",
+    ),
+    Command(
+        "captions",
+        "captions of images, and their BLEU, ROUGE-L and CIDEr",
+        CaptionsOptions,
+        "evaluation.captions:captions",
+    ),
+)
 """All commands in the order of the help."""

@@ -85,13 +85,17 @@ class ModelFacts:
             return cls(str(path), step, attested=True, reasons=plan.reasons)
         claim = claim_of(path.resolve().parent.parent, proof.state)
         assert claim is not None  # the plan makes one
-        return cls(str(path), step, True, True, claim[0] if math.isfinite(claim[0]) else None, claim[1])
+        return cls(
+            str(path), step, True, True, claim[0] if math.isfinite(claim[0]) else None, claim[1]
+        )
 
     def statement(self) -> str:
         """One line for people."""
         if not self.formal_guarantee:
             return f"the evaluated model has no formal guarantee: {'; '.join(self.reasons)}"
-        epsilon = "no finite epsilon" if self.epsilon is None else f"epsilon {rounded_up(self.epsilon)}"
+        epsilon = (
+            "no finite epsilon" if self.epsilon is None else f"epsilon {rounded_up(self.epsilon)}"
+        )
         return f"the evaluated model, for its own training data: {epsilon} at delta {self.delta:.3g}, from its ledger"
 
 
@@ -139,7 +143,12 @@ class Results:
 
 
 def publish(
-    results: Results, *, output: Path | None, data_is_public: bool, as_json: bool, arguments: Sequence[str]
+    results: Results,
+    *,
+    output: Path | None,
+    data_is_public: bool,
+    as_json: bool,
+    arguments: Sequence[str],
 ) -> None:
     """Writes the record where it belongs, and prints it: one JSON object, or a table.
 
@@ -164,9 +173,13 @@ def publish(
         "data": [asdict(use) for use in results.data],
         "model": None if results.model is None else asdict(results.model),
         "released_with_differential_privacy": [asdict(release) for release in results.released],
-        **({} if data_is_public else {"arguments": list(arguments)}),  # the file of public results is public
+        **(
+            {} if data_is_public else {"arguments": list(arguments)}
+        ),  # the file of public results is public
         **{name: facts[name] for name in ("commit", "modified", "packages")},
-        "date_utc": datetime.now(UTC).date().isoformat(),  # a finer clock would tell how long training took before
+        "date_utc": datetime.now(UTC)
+        .date()
+        .isoformat(),  # a finer clock would tell how long training took before
     }
     path = None
     if output is not None:
@@ -180,10 +193,16 @@ def publish(
         path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         write_durably(path, without_folders(text) if data_is_public else text)
-        scalars = {f"{results.name}/{name}": value for name, value in record["scalars"].items() if value is not None}
+        scalars = {
+            f"{results.name}/{name}": value
+            for name, value in record["scalars"].items()
+            if value is not None
+        }
         if data_is_public:
             public = PublicMetrics(folder)
-            public.scalars(step, {name: Public(value, Reason.DECLARED) for name, value in scalars.items()})
+            public.scalars(
+                step, {name: Public(value, Reason.DECLARED) for name, value in scalars.items()}
+            )
             public.close()
         else:
             own = PrivateMetrics(folder)
@@ -218,12 +237,15 @@ def _print_table(results: Results) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
         table.add_column(
-            Text(printable(name)), justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left"
+            Text(printable(name)),
+            justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left",
         )
     for row in rows:
         cells = []
         for value in map(row.get, columns):
             is_empty = value is None or (isinstance(value, float) and math.isnan(value))
-            cells.append("" if is_empty else f"{value:.4f}" if isinstance(value, float) else str(value))
+            cells.append(
+                "" if is_empty else f"{value:.4f}" if isinstance(value, float) else str(value)
+            )
         table.add_row(*(Text(printable(cell)) for cell in cells))
     Console().print(table)

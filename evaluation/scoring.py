@@ -24,7 +24,9 @@ MAX_NUMBERS = 2**26
 """Most floating-point numbers that scoring holds at once, of keys and values, and of scores: 256 MiB each in fp32."""
 
 
-def encoded_captions(tokenizer: CaptionTokenizer, captions: Sequence[str], num_tokens: int) -> list[tuple[int, ...]]:
+def encoded_captions(
+    tokenizer: CaptionTokenizer, captions: Sequence[str], num_tokens: int
+) -> list[tuple[int, ...]]:
     """Tokens of each caption from start to end, without padding.
 
     Args:
@@ -64,7 +66,11 @@ def _finite(log_probs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def tree_log_probs(
-    model: Captioner, images_BCHW: Tensor, captions: Sequence[tuple[int, ...]], *, max_numbers: int = MAX_NUMBERS
+    model: Captioner,
+    images_BCHW: Tensor,
+    captions: Sequence[tuple[int, ...]],
+    *,
+    max_numbers: int = MAX_NUMBERS,
 ) -> Tensor:
     """log p(caption | image) of every caption for every image, (B, C) float64 on the CPU.
 
@@ -74,7 +80,9 @@ def tree_log_probs(
         max_numbers: bounds the memory; images and nodes are taken in parts.
     """
     config = model.config
-    beginnings = sorted({caption[:size] for caption in captions for size in range(1, len(caption) + 1)}, key=len)
+    beginnings = sorted(
+        {caption[:size] for caption in captions for size in range(1, len(caption) + 1)}, key=len
+    )
     place_of = {beginning: place for place, beginning in enumerate(beginnings)}
     next_of: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
     for beginning in beginnings[1:]:
@@ -88,12 +96,16 @@ def tree_log_probs(
         totals_BE = torch.zeros(batch, len(beginnings), dtype=torch.float64)
         for size, level in groupby(node_of, key=len):
             nodes = list(level)
-            part = max(1, max_numbers // (batch * max(config.vocab_size, 2 * size * config.decoder.width)))
+            part = max(
+                1, max_numbers // (batch * max(config.vocab_size, 2 * size * config.decoder.width))
+            )
             for some in (nodes[start : start + part] for start in range(0, len(nodes), part)):
                 tokens_n = torch.tensor([one[-1] for one in some], device=device)
                 paths = [[node_of[one[:k]] for k in range(1, size)] for one in some]
                 paths_nS = torch.tensor(paths, dtype=torch.int64, device=device)
-                hidden_BnD = decoder.step(tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1))
+                hidden_BnD = decoder.step(
+                    tokens_n.expand(batch, -1), paths_nS.expand(batch, -1, -1)
+                )
                 logits_BnV = model.decoder.head(hidden_BnD)
                 logits_BnV = logits_BnV if logits_BnV.dtype == torch.float64 else logits_BnV.float()
                 edges = [(row, one) for row, node in enumerate(some) for one in next_of[node]]
@@ -101,11 +113,17 @@ def tree_log_probs(
                 targets_e = torch.tensor([one[-1] for _, one in edges], device=device)
                 own_Be = logits_BnV[:, rows_e, targets_e] - logits_BnV.logsumexp(-1)[:, rows_e]
                 before_e = [place_of[one[:-1]] for _, one in edges]
-                totals_BE[:, [place_of[one] for _, one in edges]] = totals_BE[:, before_e] + own_Be.double().cpu()
+                totals_BE[:, [place_of[one] for _, one in edges]] = (
+                    totals_BE[:, before_e] + own_Be.double().cpu()
+                )
         return totals_BE[:, [place_of[caption] for caption in captions]]
 
     per_image = 2 * len(node_of) * config.decoder.width * len(model.decoder.blocks)
-    return _finite(torch.cat([of_some(images) for images in images_BCHW.split(max(1, max_numbers // per_image))]))
+    return _finite(
+        torch.cat(
+            [of_some(images) for images in images_BCHW.split(max(1, max_numbers // per_image))]
+        )
+    )
 
 
 @torch.no_grad()
@@ -134,7 +152,9 @@ def own_log_probs(
         lengths_R = torch.tensor([len(caption) for _, caption in some])
         mask_RL = torch.arange(longest)[None, :] < lengths_R[:, None]
         memory_RTD = memory_BTD[torch.tensor([image for image, _ in some], device=device)]
-        loss_RL = model.decoder(tokens_RL[:, :-1].to(device), memory_RTD, tokens_RL[:, 1:].to(device))
+        loss_RL = model.decoder(
+            tokens_RL[:, :-1].to(device), memory_RTD, tokens_RL[:, 1:].to(device)
+        )
         mean_R = caption_loss(loss_RL.double(), mask_RL[:, 1:].to(device))
         parts.append(-mean_R.cpu() * (lengths_R - 1))
     joined = _finite(torch.cat(parts))

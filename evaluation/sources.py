@@ -82,7 +82,9 @@ class Shards:
                 with contextlib.suppress(DecodeError):
                     label = read_label(raw, _MOST_CLASSES, None if field == "cls" else field)
             elif isinstance(self._options, CaptionedOptions):
-                captions = tuple(text for text in raw.captions(self._options.caption_field) if text.strip())
+                captions = tuple(
+                    text for text in raw.captions(self._options.caption_field) if text.strip()
+                )
             found.append(Example(raw.image, label, captions, f"{self.name} #{i}"))
         return found
 
@@ -109,7 +111,9 @@ class Files:
         digest = hashlib.sha256(str(self.root.resolve()).encode("utf-8", "surrogateescape"))
         for name in self.files:
             status = (self.root / name).stat()
-            digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass"))
+            digest.update(
+                f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass")
+            )
         return f"folder {digest.hexdigest()}"
 
     def __len__(self) -> int:
@@ -133,7 +137,9 @@ class Arrays:
 
     is_labelled = True
 
-    def __init__(self, name: str, images: np.ndarray, labels_N: np.ndarray, class_names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, images: np.ndarray, labels_N: np.ndarray, class_names: Sequence[str] = ()
+    ) -> None:
         """
         Args:
             images: uint8, (N, H, W) or (N, H, W, 3).
@@ -148,7 +154,9 @@ class Arrays:
                 f"{name}: images must be uint8 (N, H, W) or (N, H, W, 3), not {images.dtype} {images.shape}"
             )
         if labels_N.shape != (len(images),) or not np.issubdtype(labels_N.dtype, np.integer):
-            raise DataError(f"{name}: labels must be {len(images)} integers, not {labels_N.dtype} {labels_N.shape}")
+            raise DataError(
+                f"{name}: labels must be {len(images)} integers, not {labels_N.dtype} {labels_N.shape}"
+            )
         self.name, self._images, self._labels_N = name, images, labels_N
         self.class_names = tuple(class_names)
 
@@ -162,7 +170,10 @@ class Arrays:
 
     def read(self, ids: Sequence[int]) -> list[Example]:
         labels = [int(label) if label >= 0 else None for label in self._labels_N[list(ids)]]
-        return [Example(encode_png(self._images[i]), label) for i, label in zip(ids, labels, strict=True)]
+        return [
+            Example(encode_png(self._images[i]), label)
+            for i, label in zip(ids, labels, strict=True)
+        ]
 
 
 Source = Shards | Files | Arrays
@@ -192,8 +203,16 @@ def open_source(text: str, options: ImageOptions) -> Source:
     if kind == "folder" and where:
         if not path.is_dir():
             raise DataError(f"{path} is no folder")
-        names = tuple(sorted(one.name for one in path.iterdir() if one.is_dir())) if wants_labels else ("",)
-        entries = [(entry, label) for label, name in enumerate(names) for entry in sorted((path / name).rglob("*"))]
+        names = (
+            tuple(sorted(one.name for one in path.iterdir() if one.is_dir()))
+            if wants_labels
+            else ("",)
+        )
+        entries = [
+            (entry, label)
+            for label, name in enumerate(names)
+            for entry in sorted((path / name).rglob("*"))
+        ]
         files = [
             (entry.relative_to(path).as_posix(), label)
             for entry, label in entries
@@ -201,13 +220,18 @@ def open_source(text: str, options: ImageOptions) -> Source:
         ]
         linked = [entry for entry, _ in entries if entry.is_symlink() and entry.is_dir()]
         if linked and rank() == 0:
-            say(f"{text}: {len(linked)} linked folders are not followed, the first {linked[0]}", file=sys.stderr)
+            say(
+                f"{text}: {len(linked)} linked folders are not followed, the first {linked[0]}",
+                file=sys.stderr,
+            )
         if not files:
             raise DataError(
                 f"{path} holds no {'folders with images; one per class is needed' if wants_labels else 'images'}"
             )
         labels = tuple(label for _, label in files) if wants_labels else ()
-        return Files(text, path, tuple(name for name, _ in files), labels, names if wants_labels else ())
+        return Files(
+            text, path, tuple(name for name, _ in files), labels, names if wants_labels else ()
+        )
     if kind == "arrays" and where and wants_labels:
         try:
             with np.load(path, allow_pickle=False) as stored:
@@ -215,7 +239,9 @@ def open_source(text: str, options: ImageOptions) -> Source:
         except (OSError, KeyError, ValueError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{path} is no .npz file with `images` and `labels`: {error}") from error
+            raise DataError(
+                f"{path} is no .npz file with `images` and `labels`: {error}"
+            ) from error
     if kind == "images" and where and not wants_labels:
         given = [Path(part).expanduser() for part in where.split(",")]
         if missing := [one for one in given if not one.is_file()]:
@@ -237,7 +263,9 @@ def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
         say(f"{pattern}: {line}", file=sys.stderr)
     if cache is None:
         raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
-    folder = cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
+    folder = (
+        cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
+    )
     try:
         table = ExampleTable.open(folder, shards.root)
     except DataError:
@@ -271,7 +299,10 @@ class Decoded(NamedTuple):
     @property
     def labels_B(self) -> np.ndarray:
         """int64; 0 for examples of no use."""
-        labels = [(e.label or 0) if ok else 0 for e, ok in zip(self.examples, self.is_usable_B, strict=True)]
+        labels = [
+            (e.label or 0) if ok else 0
+            for e, ok in zip(self.examples, self.is_usable_B, strict=True)
+        ]
         return np.array(labels, dtype=np.int64)
 
 
@@ -292,7 +323,10 @@ class _Batches(Dataset):
     def __getitem__(self, number: int) -> Decoded | Failure:
         ids = self.rows[number * self.batch_size : (number + 1) * self.batch_size]
         size, edge = self.image_size, (self.resize - self.image_size) // 2
-        images, usable = np.zeros((len(ids), 3, size, size), dtype=np.float32), np.zeros(len(ids), dtype=bool)
+        images, usable = (
+            np.zeros((len(ids), 3, size, size), dtype=np.float32),
+            np.zeros(len(ids), dtype=bool),
+        )
         examples: list[Example] = []
         try:
             for row, example in enumerate(self.source.read(ids)):
@@ -301,7 +335,9 @@ class _Batches(Dataset):
                     continue
                 try:
                     if self.augmentation is not None:
-                        images[row] = train_image(example.image, size, self.augmentation.key(ids[row]))
+                        images[row] = train_image(
+                            example.image, size, self.augmentation.key(ids[row])
+                        )
                     else:
                         whole_CHW = eval_image(example.image, self.resize)
                         images[row] = whole_CHW[:, edge : edge + size, edge : edge + size]
@@ -337,7 +373,9 @@ def decoded_batches(
     loader = data_loader(dataset, None, num_workers, None, False)
     shows = not dist.is_initialized() or dist.get_rank() == 0
     shows = shows and augmentation is None  # whoever trains on these shows the epochs
-    for batch in track(loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows):
+    for batch in track(
+        loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows
+    ):
         if isinstance(batch, Failure):
             raise batch.kind(batch.message)
         yield batch

@@ -50,7 +50,9 @@ def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
     """
     names = [" ".join(name.replace("_", " ").split()) for name in class_names]
     if len(names) < 2 or not all(names):
-        raise DataError(f"zero-shot classification needs at least two class names, none empty; got {names[:3]}")
+        raise DataError(
+            f"zero-shot classification needs at least two class names, none empty; got {names[:3]}"
+        )
     if len(set(names)) < len(names):
         raise DataError(f"the class name {max(names, key=names.count)!r} comes more than once")
     if not templates:
@@ -60,7 +62,11 @@ def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
             raise DataError(
                 f"the template {template!r} has no place for the class name; write {{}}, or {{a}} for it with a/an"
             )
-    return [template.replace("{a}", a(name)).replace("{}", name) for name in names for template in templates]
+    return [
+        template.replace("{a}", a(name)).replace("{}", name)
+        for name in names
+        for template in templates
+    ]
 
 
 def by_rule(log_probs_NC: Tensor, lengths_C: Tensor, num_templates: int) -> dict[Rule, Tensor]:
@@ -70,7 +76,9 @@ def by_rule(log_probs_NC: Tensor, lengths_C: Tensor, num_templates: int) -> dict
         log_probs_NC: of all captions, from `evaluation.scoring.tree_log_probs`.
         lengths_C: scored tokens of each caption.
     """
-    whole_NKP, mean_NKP = (x.unflatten(-1, (-1, num_templates)) for x in (log_probs_NC, log_probs_NC / lengths_C))
+    whole_NKP, mean_NKP = (
+        x.unflatten(-1, (-1, num_templates)) for x in (log_probs_NC, log_probs_NC / lengths_C)
+    )
     sum_NK = whole_NKP.logsumexp(-1) - math.log(num_templates)
     prior_K = sum_NK.logsumexp(0) - math.log(len(sum_NK))
     return {"sum": sum_NK, "mean": mean_NKP.mean(-1), "prior": sum_NK - prior_K}
@@ -97,16 +105,23 @@ def accuracy(scores_NK: Tensor, labels_N: np.ndarray) -> Accuracy:
     """
     num_classes = scores_NK.shape[1]
     if labels_N.min() < 0 or labels_N.max() >= num_classes:
-        raise DataError(f"a label has no name: {num_classes} class names are of the labels 0 to {num_classes - 1}")
+        raise DataError(
+            f"a label has no name: {num_classes} class names are of the labels 0 to {num_classes - 1}"
+        )
     labels = torch.from_numpy(labels_N)
     own_N1 = scores_NK.gather(1, labels[:, None])
     better_N, equal_N = (scores_NK > own_N1).sum(1), (scores_NK == own_N1).sum(1)
     first_N = ((1 - better_N).clamp(0, 1) / equal_N).numpy()
     five_N = ((5 - better_N).clamp(min=0) / equal_N).clamp(max=1).numpy()
     per_class = np.array(
-        [first_N[labels_N == k].mean() if (labels_N == k).any() else np.nan for k in range(num_classes)]
+        [
+            first_N[labels_N == k].mean() if (labels_N == k).any() else np.nan
+            for k in range(num_classes)
+        ]
     )
-    return Accuracy(float(first_N.mean()), float(five_N.mean()) if num_classes > 5 else None, per_class)
+    return Accuracy(
+        float(first_N.mean()), float(five_N.mean()) if num_classes > 5 else None, per_class
+    )
 
 
 def zero_shot(options: ZeroShotOptions) -> Results:
@@ -115,11 +130,17 @@ def zero_shot(options: ZeroShotOptions) -> Results:
     source: Source
     if options.data is None:
         assert options.synthetic_shapes is not None
-        shown = of_number(SyntheticData(options.synthetic_seed, 64, "shapes"), 1, options.synthetic_shapes)
+        shown = of_number(
+            SyntheticData(options.synthetic_seed, 64, "shapes"), 1, options.synthetic_shapes
+        )
         single = [example.statement.groups[0] for example in shown]
-        labels_N = np.array([SHAPE_CLASSES.index(f"{group.colour} {group.shape}") for group in single])
+        labels_N = np.array(
+            [SHAPE_CLASSES.index(f"{group.colour} {group.shape}") for group in single]
+        )
         name = f"{len(single)} synthetic shapes, seed {options.synthetic_seed}"
-        source = Arrays(name, np.stack([example.image_HWC for example in shown]), labels_N, SHAPE_CLASSES)
+        source = Arrays(
+            name, np.stack([example.image_HWC for example in shown]), labels_N, SHAPE_CLASSES
+        )
     else:
         source = open_source(options.data, options)
     names: Sequence[str] = source.class_names
@@ -130,12 +151,16 @@ def zero_shot(options: ZeroShotOptions) -> Results:
             raise ConfigError(f"--classes {options.classes}: {error}") from error
         names = [line for line in lines if line.strip()]
     elif not names:
-        raise ConfigError(f"{source.name} does not name its classes: give --classes FILE, one name per line")
+        raise ConfigError(
+            f"{source.name} does not name its classes: give --classes FILE, one name per line"
+        )
     # Captions of synthetic shapes have no introduction.
     templates = options.template or (("{a}",) if options.data is None else TEMPLATES)
     tokens = encoded_captions(tokenizer, prompts(names, templates), model.config.num_tokens)
     log_probs, labels, num_used, num_unusable = [], [], 0, 0
-    for images_BCHW, examples, left_out in usable_batches(model, source, options, options.max_examples):
+    for images_BCHW, examples, left_out in usable_batches(
+        model, source, options, options.max_examples
+    ):
         num_used, num_unusable = num_used + len(examples), num_unusable + left_out
         if examples:
             log_probs.append(tree_log_probs(model, images_BCHW, tokens))
@@ -148,7 +173,11 @@ def zero_shot(options: ZeroShotOptions) -> Results:
     accuracies = {rule: accuracy(scores_NK, np.array(labels)) for rule, scores_NK in scores.items()}
     chance = 1 / len(names)
     scalars = {f"accuracy_{rule}": result.top1 for rule, result in accuracies.items()}
-    scalars |= {f"top5_{rule}": result.top5 for rule, result in accuracies.items() if result.top5 is not None}
+    scalars |= {
+        f"top5_{rule}": result.top5
+        for rule, result in accuracies.items()
+        if result.top5 is not None
+    }
     scalars["chance"] = chance
     table = [
         {"rule": rule, "top 1": result.top1, "top 5": result.top5, "chance": chance}
@@ -159,7 +188,8 @@ def zero_shot(options: ZeroShotOptions) -> Results:
         "num_classes": len(names),
         "num_prompts": len(tokens),
         "per_class": {
-            rule: dict(zip(names, result.per_class_K.tolist(), strict=True)) for rule, result in accuracies.items()
+            rule: dict(zip(names, result.per_class_K.tolist(), strict=True))
+            for rule, result in accuracies.items()
         },
     }
     return Results("zero-shot", scalars, uses, facts, table, details)

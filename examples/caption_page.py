@@ -30,7 +30,11 @@ if about["formal_guarantee"]:  # rounded up, as the card does
 def caption(picture: Image.Image) -> str:
     """The best of a beam search."""
     pixels = processor(picture.convert("RGB"), return_tensors="pt")
-    return str(tokenizer.batch_decode(model.generate(**pixels, num_beams=4), skip_special_tokens=True)[0])
+    return str(
+        tokenizer.batch_decode(model.generate(**pixels, num_beams=4), skip_special_tokens=True)[0]
+    )
 
 
-gradio.Interface(caption, gradio.Image(type="pil"), gradio.Text(), title=about["run"], description=privacy).launch()
+gradio.Interface(
+    caption, gradio.Image(type="pil"), gradio.Text(), title=about["run"], description=privacy
+).launch()

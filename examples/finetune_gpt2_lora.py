@@ -32,18 +32,30 @@ train = [
 torch.manual_seed(0)
 sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 64, "n_layer": 2, "n_head": 4}
 model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-lora = LoraConfig(r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+lora = LoraConfig(
+    r=8, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, task_type="CAUSAL_LM"
+)
 model = get_peft_model(model, lora)
 model.print_trainable_parameters()
 trainer = PrivateTrainer(
     model,
     TrainingArguments(
-        f"{run_dir}-output", max_steps=20, learning_rate=1e-2, per_device_train_batch_size=32, logging_steps=5,
-        save_strategy="no", report_to=[], disable_tqdm=True,
+        f"{run_dir}-output",
+        max_steps=20,
+        learning_rate=1e-2,
+        per_device_train_batch_size=32,
+        logging_steps=5,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
     ),
-    train_dataset=train, example=fields(model, length=LENGTH),  # the loss of each text is known of this class
-    run_dir=run_dir, starts_from="public", expected_batch_size=64, target_epsilon=8.0,
-)  # fmt: skip
+    train_dataset=train,
+    example=fields(model, length=LENGTH),  # the loss of each text is known of this class
+    run_dir=run_dir,
+    starts_from="public",
+    expected_batch_size=64,
+    target_epsilon=8.0,
+)
 trainer.train()
 print(f"{len(train)} lines; {trainer.loop.claim}")
 model.save_pretrained(f"{run_dir}-adapters")  # what peft reads; the weights carry the epsilon

@@ -84,9 +84,12 @@ class CanariesOptions(Options):
 def parse_args(arguments: list[str] | None = None) -> LedgerOptions | CanariesOptions:
     """The options of the chosen audit; a bad argument is a ConfigError (exit 2)."""
     kinds: dict[str, type[LedgerOptions | CanariesOptions]] = {
-        "ledger": LedgerOptions, "schedule": ScheduleOptions, "mechanism": MechanismOptions, "canaries": CanariesOptions,
+        "ledger": LedgerOptions,
+        "schedule": ScheduleOptions,
+        "mechanism": MechanismOptions,
+        "canaries": CanariesOptions,
         "run": RunOptions,
-    }  # fmt: skip
+    }
     return options_of(__doc__, kinds, arguments)
 
 
@@ -96,7 +99,11 @@ def main() -> int:
     if isinstance(options, CanariesOptions):
         from trainer.audit.canaries import write_canaries
 
-        print(write_canaries(options.output, options.num_canaries, options.image_size, options.caption_field))
+        print(
+            write_canaries(
+                options.output, options.num_canaries, options.image_size, options.caption_field
+            )
+        )
         return 0
     require_folders(options)
     run_dir = options.run_dir
@@ -104,7 +111,9 @@ def main() -> int:
         if isinstance(options, MechanismOptions):
             from trainer.audit.sandbox import mechanism_audit
 
-            report = mechanism_audit(run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks)
+            report = mechanism_audit(
+                run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks
+            )
         elif isinstance(options, RunOptions):
             from trainer.audit.canaries import run_audit
 
@@ -117,7 +126,9 @@ def main() -> int:
             if isinstance(options, ScheduleOptions):
                 report = schedule_audit(run_dir)
             elif (index / "manifest.json").is_file():
-                report = ledger_audit(run_dir, ExampleTable.open(index, run_dir, check_shards=False).manifest_digest())
+                report = ledger_audit(
+                    run_dir, ExampleTable.open(index, run_dir, check_shards=False).manifest_digest()
+                )
             else:
                 report = ledger_audit(run_dir)
     return conclude(report, run_dir, as_json=options.as_json)

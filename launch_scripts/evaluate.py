@@ -39,7 +39,9 @@ def parse_args(arguments: list[str]) -> CommandOptions:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
         description = inspect.getdoc(command.options)
-        sub = commands.add_parser(command.name, help=command.help, description=description, formatter_class=formatter)
+        sub = commands.add_parser(
+            command.name, help=command.help, description=description, formatter_class=formatter
+        )
         add_options(sub, command.options)
     options = parse_options(parser, arguments)
     assert isinstance(options, CommandOptions)
@@ -53,7 +55,9 @@ def main() -> int:
     require_folders(options)
     command = next(command for command in COMMANDS if command.options is type(options))
     ranks = discover_ranks(os.environ)
-    with working(f"{command.name}: {command.help}", shows=ranks.is_main):  # importing torch is part of the work
+    with working(
+        f"{command.name}: {command.help}", shows=ranks.is_main
+    ):  # importing torch is part of the work
         return evaluate(command, options, ranks, arguments)
 
 
@@ -66,9 +70,12 @@ def evaluate(command: Command, options: CommandOptions, ranks: Ranks, arguments:
         results = command.run(options)
         if results is not None:
             publish(
-                results, output=options.output_folder, data_is_public=options.results_are_public,
-                as_json=options.as_json, arguments=arguments,
-            )  # fmt: skip
+                results,
+                output=options.output_folder,
+                data_is_public=options.results_are_public,
+                as_json=options.as_json,
+                arguments=arguments,
+            )
 
     if ranks.world_size == 1:
         run()

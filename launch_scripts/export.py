@@ -116,14 +116,18 @@ def exported(options: ExchangeOptions) -> dict[str, Any]:
 
     assert options.checkpoint is not None and options.format is not None and options.paths
     (out,) = options.paths
-    opened = open_model(options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer)
+    opened = open_model(
+        options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer
+    )
     card, reason = export(opened, options.format, out)
     if card is None:
         claim = f"not attested ({reason}): no epsilon is stated"
     elif not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     else:
-        shown = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
+        shown = (
+            "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
+        )
         claim = f"{shown} at delta {card.delta:g}, from its ledger"
     return {
         "out": str(out),
@@ -148,10 +152,17 @@ def imported(options: ExchangeOptions) -> dict[str, Any]:
         provenance=options.provenance,
         claim=options.claim,
         size=options.size,
-        overrides={field: toml_value(value) for field, _, value in (one.partition("=") for one in options.override)},
+        overrides={
+            field: toml_value(value)
+            for field, _, value in (one.partition("=") for one in options.override)
+        },
     )
     model, provenance = manifest["model"], manifest["training_data"]["provenance"]
-    starts = "no private run starts from it" if provenance == "private" else "private runs may start from it"
+    starts = (
+        "no private run starts from it"
+        if provenance == "private"
+        else "private runs may start from it"
+    )
     return {
         "out": str(out),
         "model": model,

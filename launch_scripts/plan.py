@@ -95,10 +95,15 @@ class PlanOptions(PrivacyPart):
     def _belong_together(self) -> Self:
         given = next((name for name in _RESOURCE_OPTIONS if getattr(self, name) is not None), None)
         if given is not None and self.ds_config is None:
-            needed = "--ds_config, such as ds_configs/zero3.json" + (", and --recipe" if self.recipe is None else "")
+            needed = "--ds_config, such as ds_configs/zero3.json" + (
+                ", and --recipe" if self.recipe is None else ""
+            )
             raise ValueError(f"--{given} also needs {needed}")
         if self.recipe is None:
-            for name, is_given in (("ds_config", self.ds_config is not None), ("choose", self.choose)):
+            for name, is_given in (
+                ("ds_config", self.ds_config is not None),
+                ("choose", self.choose),
+            ):
                 if is_given:
                     raise ValueError(f"--{name} plans a recipe: give --recipe too")
             if self.overrides:
@@ -148,7 +153,10 @@ def plan(options: PlanOptions) -> dict[str, Any]:
 
 def _of_numbers(options: PlanOptions) -> dict[str, Any]:
     """What exactly these numbers mean, without a recipe: neither cap nor reserve."""
-    sizes = {name: getattr(options, name) for name in ("num_examples", "expected_batch_size", "num_steps")}
+    sizes = {
+        name: getattr(options, name)
+        for name in ("num_examples", "expected_batch_size", "num_steps")
+    }
     for name, value in sizes.items():
         if value is None:
             raise PrivacyConfigError(f"--{name} is required (or --recipe)")
@@ -171,24 +179,39 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     from trainer.config.recipe import load_config
     from trainer.planner.hardware import find_gpu
     from trainer.planner.memory import trained_count
-    from trainer.planner.resources import GPU_MTBF_HOURS, Cluster, allocation, plan_resources, planning_task
+    from trainer.planner.resources import (
+        GPU_MTBF_HOURS,
+        Cluster,
+        allocation,
+        plan_resources,
+        planning_task,
+    )
     from trainer.planner.resources import examples as known_examples
     from trainer.planner.signal import NoiseToSignal, choose
 
     for name, key in _RECIPE_KEYS.items():
         value = getattr(options, name)
         if value is not None and not (options.choose and name in _CHOICE_KEYS):
-            raise PrivacyConfigError(f"the recipe states what --{name} is: give {key}={value} instead")
+            raise PrivacyConfigError(
+                f"the recipe states what --{name} is: give {key}={value} instead"
+            )
     config = load_config(recipe, options.overrides)
     machine = None if options.ds_config is None else load_machine_settings(options.ds_config)
-    gpu = None if options.gpu is None else find_gpu(options.gpu)  # a wrong name is refused before sigma is calibrated
+    gpu = (
+        None if options.gpu is None else find_gpu(options.gpu)
+    )  # a wrong name is refused before sigma is calibrated
     examples = None
-    num_examples = config.data.num_examples if options.num_examples is None else options.num_examples
+    num_examples = (
+        config.data.num_examples if options.num_examples is None else options.num_examples
+    )
     if machine is not None or num_examples is None:
         examples = known_examples(config, ROOT)
         num_examples = examples.count if num_examples is None else num_examples
     if num_examples is None:
-        shards, is_folder = shlex.quote(config.data.shards), (ROOT / Path(config.data.shards).expanduser()).is_dir()
+        shards, is_folder = (
+            shlex.quote(config.data.shards),
+            (ROOT / Path(config.data.shards).expanduser()).is_dir(),
+        )
         raise PrivacyConfigError(
             f"recipe {recipe} names no data.num_examples, and no index tells it: add data.num_examples=N, or index its shards: "
             f"python launch_scripts/prepare.py index {shards}{'' if is_folder else ' --output DIR, and add data.index=DIR'}"
@@ -208,19 +231,29 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     planned, result = _privacy(request, options, config.privacy.max_examples_per_owner)
     parameters, kind = trained_count(planning_task(config, ROOT)[0].skeleton()), config.model.kind
     if options.choose:
-        if request.target_epsilon is None:  # the recipe's own sigma says which epsilon there is to spend
-            request = replace(request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None)
+        if (
+            request.target_epsilon is None
+        ):  # the recipe's own sigma says which epsilon there is to spend
+            request = replace(
+                request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None
+            )
         result["choice"] = choose(request, parameters, kind=kind)
     signal = NoiseToSignal.of(planned, parameters, kind)
     result["noise_to_signal"] = None if signal is None else signal.as_json()
     if machine is not None:
         assert examples is not None
-        assumed = {name: value for name in _ASSUMPTIONS if (value := getattr(options, name)) is not None}
+        assumed = {
+            name: value for name in _ASSUMPTIONS if (value := getattr(options, name)) is not None
+        }
         cluster = Cluster(options.engine or "deepspeed", options.world_size or 1, gpu, **assumed)
-        result["resources"] = resources = plan_resources(config, machine, cluster, examples, planned, ROOT)
+        result["resources"] = resources = plan_resources(
+            config, machine, cluster, examples, planned, ROOT
+        )
         if "time" in resources:
             mtbf = options.gpu_mtbf_hours or GPU_MTBF_HOURS
-            resources["allocation"] = allocation(resources, config, planned, options.gpu_price, mtbf)
+            resources["allocation"] = allocation(
+                resources, config, planned, options.gpu_price, mtbf
+            )
     return result
 
 
@@ -242,7 +275,9 @@ def _privacy(
     for line in planned.warnings:
         _warn(line)
     extras = not options.no_extras
-    return planned, summarise(planned, _warn, extras=extras, max_examples_per_owner=max_examples_per_owner)
+    return planned, summarise(
+        planned, _warn, extras=extras, max_examples_per_owner=max_examples_per_owner
+    )
 
 
 def _warn(line: str) -> None:

@@ -151,7 +151,9 @@ def index(options: IndexOptions) -> ExampleTable | None:
     """
     folder = Path(options.shards).expanduser()
     if options.output is None and not folder.is_dir():
-        raise DataError(f"--output is required unless SHARDS is a single folder (got {options.shards})")
+        raise DataError(
+            f"--output is required unless SHARDS is a single folder (got {options.shards})"
+        )
     output = options.output or folder / "index"
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
@@ -166,7 +168,9 @@ def index(options: IndexOptions) -> ExampleTable | None:
             progress=_STDERR.is_terminal,
         )
         seconds = time.perf_counter() - start
-    say(f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}")
+    say(
+        f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}"
+    )
     for line in (*shards.remarks(), *table.remarks()):
         say(line, file=sys.stderr)
     return table
@@ -205,11 +209,16 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return None
-        columns = Columns(options.image_column, options.caption_column, options.owner_field, options.label_column)
+        columns = Columns(
+            options.image_column, options.caption_column, options.owner_field, options.label_column
+        )
         source = open_source(
-            options.source, options.source_format, columns, options.image_root,
+            options.source,
+            options.source_format,
+            columns,
+            options.image_root,
             lines_are_captions=options.text_holds == "captions",
-        )  # fmt: skip
+        )
         with _progress() as bar:
             tasks: dict[str, TaskID] = {}
 
@@ -218,7 +227,9 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
                     tasks[stage] = bar.add_task(stage, total=total)
                 bar.advance(tasks[stage], done)
 
-            report = import_examples(source, options.output, settings, executor=pool.executor, advance=advance)
+            report = import_examples(
+                source, options.output, settings, executor=pool.executor, advance=advance
+            )
     table = Table(title="Import (private: counts without noise)")
     table.add_column("what")
     table.add_column("items", justify="right")
@@ -227,26 +238,35 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
         table.add_row(escape(printable(f"not read: files with suffix {suffix}")), f"{count:,}", "")
     if folders := report["other_folders"]:
         named = escape(printable("; ".join(folders[:2])))
-        what = "linked folders, not followed" if options.source_format == "folder" else "folders, not entered"
+        what = (
+            "linked folders, not followed"
+            if options.source_format == "folder"
+            else "folders, not entered"
+        )
         table.add_row(what, f"{len(folders):,}", named)
     if report["joined_records"]:
-        table.add_row("joined: records of a picture that came before", f"{report['joined_records']:,}", "")
+        table.add_row(
+            "joined: records of a picture that came before", f"{report['joined_records']:,}", ""
+        )
     table.add_row("read", f"{report['read']:,}", "")
     for reason, count in report["dropped"].items():
         samples = "; ".join(report["samples"].get(reason, [])[:2])
-        table.add_row(f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(printable(samples)))
+        table.add_row(
+            f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(printable(samples))
+        )
     table.add_row("written", f"{report['written']:,}", "")
     if options.heldout_share:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
-    pairs, shards = report["written"] - report["held_out"], shlex.quote(f"data.shards={options.output}")
+    pairs, shards = (
+        report["written"] - report["held_out"],
+        shlex.quote(f"data.shards={options.output}"),
+    )
     has_captions = True
     for path in sorted(options.output.glob("train-*.tar"))[:1]:  # all may be held out
         with tarfile.open(path) as shard:
             has_captions = any(name.endswith(".txt") for name in shard.getnames())
-    plan = (
-        f"python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} data.num_examples={pairs} --choose"
-    )
+    plan = f"python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} data.num_examples={pairs} --choose"
     say(
         f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private",
         f"{pairs:,} training pairs; next: {plan}"
@@ -279,16 +299,26 @@ def synthetic(options: SyntheticOptions) -> None:
     if options.num_examples is None:
         raise DataError("give --num_examples N for the shards in --output")
     settings = Settings(
-        options.num_examples, options.image_size, options.seed, options.image_format, options.shard_examples,
+        options.num_examples,
+        options.image_size,
+        options.seed,
+        options.image_format,
+        options.shard_examples,
         options.content,
-    )  # fmt: skip
+    )
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return
         with _progress() as bar:
-            advance = functools.partial(bar.advance, bar.add_task("drawing", total=settings.num_examples))
-            provenance = write_synthetic(options.output, settings, executor=pool.executor, advance=advance)
-    print(f"{settings.num_examples} examples in {settings.num_shards} shards, with {provenance.name}: {options.output}")
+            advance = functools.partial(
+                bar.advance, bar.add_task("drawing", total=settings.num_examples)
+            )
+            provenance = write_synthetic(
+                options.output, settings, executor=pool.executor, advance=advance
+            )
+    print(
+        f"{settings.num_examples} examples in {settings.num_shards} shards, with {provenance.name}: {options.output}"
+    )
 
 
 def _progress() -> Progress:
@@ -312,7 +342,9 @@ def parse_args(arguments: list[str] | None = None) -> Options:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (model, function) in COMMANDS.items():
         text = inspect.getdoc(function) or ""
-        sub = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=formatter)
+        sub = commands.add_parser(
+            name, help=text.splitlines()[0], description=text, formatter_class=formatter
+        )
         add_options(sub, model)
     return parse_options(parser, arguments)
 

@@ -50,9 +50,13 @@ def main() -> int:
     options = parse_args()
     import torch  # after the arguments, so that a wrong one is answered at once
 
-    run_dir = (options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")).absolute()
+    run_dir = (
+        options.run_dir or ROOT / "runs" / time.strftime("quickstart-%Y%m%d-%H%M%S")
+    ).absolute()
     environment = {"PYTHONWARNINGS": "ignore::FutureWarning", **os.environ}
-    with socket.socket() as held:  # the launcher's own default port is the same for every job of a machine
+    with (
+        socket.socket() as held
+    ):  # the launcher's own default port is the same for every job of a machine
         held.bind(("127.0.0.1", 0))
         port = str(held.getsockname()[1])
     # -q: the launcher's own lines say nothing about the run.
@@ -65,9 +69,18 @@ def main() -> int:
 
     def run(*command: object, is_captured: bool = True) -> subprocess.CompletedProcess[str]:
         words = list(map(str, command))
-        return subprocess.run(words, cwd=ROOT, env=environment, check=False, capture_output=is_captured, text=True)
+        return subprocess.run(
+            words, cwd=ROOT, env=environment, check=False, capture_output=is_captured, text=True
+        )
 
-    train = [*launcher, "launch_scripts/train.py", "--ds_config", options.ds_config, "--recipe", options.recipe]
+    train = [
+        *launcher,
+        "launch_scripts/train.py",
+        "--ds_config",
+        options.ds_config,
+        "--recipe",
+        options.recipe,
+    ]
     code = 1
     try:
         code = run(*train, "--run_dir", run_dir, *options.overrides, is_captured=False).returncode
@@ -93,12 +106,17 @@ def main() -> int:
     if verified.returncode != 0:
         print(verified.stdout, verified.stderr, sep="")
         code = verified.returncode
-        print(f"error: verify.py does not find {run_dir} consistent (exit code {code})", file=sys.stderr)
+        print(
+            f"error: verify.py does not find {run_dir} consistent (exit code {code})",
+            file=sys.stderr,
+        )
         return code
     public = run_dir / "evaluation" / "heldout.jsonl"  # not there where held-out data are private
     last = json.loads(public.read_text().splitlines()[-1]) if public.exists() else {}
     latest, python = run_dir.with_name("latest"), _shown(Path(sys.executable))
-    looked_at = _shown(latest if latest.exists() and latest.resolve() == run_dir.resolve() else run_dir)
+    looked_at = _shown(
+        latest if latest.exists() and latest.resolve() == run_dir.resolve() else run_dir
+    )
     print(
         verified.stdout.splitlines()[-1],
         f"privacy card: {_shown(run_dir / 'report' / 'privacy_card.html')}",
@@ -125,7 +143,9 @@ def main() -> int:
 def _link_latest(run_dir: Path) -> None:
     """Makes runs/latest lead to this run folder, in one step."""
     new = run_dir.with_name(f".latest-{os.getpid()}")
-    with contextlib.suppress(OSError):  # a folder has that name, or the disk knows no links: it is a convenience
+    with contextlib.suppress(
+        OSError
+    ):  # a folder has that name, or the disk knows no links: it is a convenience
         new.symlink_to(run_dir.name)
         new.replace(run_dir.with_name("latest"))
     new.unlink(missing_ok=True)
@@ -149,11 +169,18 @@ def _captions_right(run_dir: Path) -> float | None:
     sheet = run_dir / "evaluation" / "answers.png"
     source = f"shards:{heldout.shards}"
     options = CaptionsOptions(
-        checkpoint=run_dir, data=source, data_is_public=True, cache=run_dir / "private", batch_size=250, grid=sheet
+        checkpoint=run_dir,
+        data=source,
+        data_is_public=True,
+        cache=run_dir / "private",
+        batch_size=250,
+        grid=sheet,
     )
     rows = [row for row in captions(options).details["captions"] if "references" in row]
     right = sum(says(row["caption"], row["references"][0]) for row in rows) / len(rows)
-    print(f"{right:.1%} of {len(rows):,} captions are exactly right; with their pictures:\n  {_shown(sheet)}")
+    print(
+        f"{right:.1%} of {len(rows):,} captions are exactly right; with their pictures:\n  {_shown(sheet)}"
+    )
     return right
 
 

@@ -67,7 +67,9 @@ def report(options: ReportOptions) -> "PrivacyCard":
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
     steps = "an unknown number" if card.steps_done is None else card.steps_done
-    progress = f"{steps} of {card.steps_planned} steps done, {card.attempts_charged} attempts charged"
+    progress = (
+        f"{steps} of {card.steps_planned} steps done, {card.attempts_charged} attempts charged"
+    )
     claim = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
     claim += f" at delta {card.delta:g}"
     if not card.formal_guarantee:
@@ -77,7 +79,12 @@ def report(options: ReportOptions) -> "PrivacyCard":
     if options.publish is not None:  # before anything is printed: a refusal is one line
         ledger = card.provenance.ledger
         kept = fingerprint(options.run_dir, ledger, options.time_stamp)
-        lines += publish(options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints) + kept
+        lines += (
+            publish(
+                options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints
+            )
+            + kept
+        )
     if options.methods:
         from privacy.card.render import to_markdown
 

@@ -60,7 +60,9 @@ def create(options: CreateOptions) -> None:
         informal_runs=options.informal_runs,
         mirror=options.mirror,
     )
-    print(f"{options.path}: epsilon {options.target_epsilon:g} at delta {options.delta:g} for all runs together")
+    print(
+        f"{options.path}: epsilon {options.target_epsilon:g} at delta {options.delta:g} for all runs together"
+    )
 
 
 def show(options: ShowOptions) -> None:
@@ -69,12 +71,16 @@ def show(options: ShowOptions) -> None:
     from privacy.ledger.shared import SharedLedger
 
     if not options.path.exists():
-        raise ConfigError(f"{options.path}: there is no such file; `shared_ledger.py create` makes a shared ledger")
+        raise ConfigError(
+            f"{options.path}: there is no such file; `shared_ledger.py create` makes a shared ledger"
+        )
     summary = SharedLedger(options.path).summary()
     if options.as_json:
         say(json.dumps(summary))
         return
-    reserved, total, accounting = (summary[name] for name in ("epsilon_reserved", "epsilon", "accounting"))
+    reserved, total, accounting = (
+        summary[name] for name in ("epsilon_reserved", "epsilon", "accounting")
+    )
     print(f"{options.path}: {rounded_up(reserved)} of epsilon {total:g} reserved ({accounting})")
     for run in summary["runs"]:
         chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
@@ -87,7 +93,10 @@ def show(options: ShowOptions) -> None:
 
 def parse_args(arguments: list[str] | None = None) -> CreateOptions | ShowOptions:
     """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
-    commands: dict[str, type[CreateOptions | ShowOptions]] = {"create": CreateOptions, "show": ShowOptions}
+    commands: dict[str, type[CreateOptions | ShowOptions]] = {
+        "create": CreateOptions,
+        "show": ShowOptions,
+    }
     return options_of(__doc__, commands, arguments)
 
 

@@ -79,7 +79,9 @@ def run(options: RunOptions) -> int:
         simulated = f", {count} of them TAN simulations, which are not private" if count else ""
         say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
         if late:
-            say(f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}")
+            say(
+                f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}"
+            )
         names = [one.name for one in planned]
         if options.executor == "slurm-array":
             allocation = {name: getattr(options, name) for name in ALLOCATION}
@@ -106,13 +108,18 @@ def report(options: ReportOptions) -> int:
     planned = plan_points(study, f"study {folder.definition}", ROOT)
     results, missing = collect(folder, planned)
     page = write_report(folder, study, results, missing)
-    say(f"{sum(result.progress == 'finished' for result in results)} of {len(planned)} points are done; {page}")
+    say(
+        f"{sum(result.progress == 'finished' for result in results)} of {len(planned)} points are done; {page}"
+    )
     return 0
 
 
 def parse_args(arguments: list[str] | None = None) -> RunOptions | ReportOptions:
     """The command line; a bad argument is a ConfigError (exit 2)."""
-    commands: dict[str, type[RunOptions | ReportOptions]] = {"run": RunOptions, "report": ReportOptions}
+    commands: dict[str, type[RunOptions | ReportOptions]] = {
+        "run": RunOptions,
+        "report": ReportOptions,
+    }
     return options_of(__doc__, commands, arguments)
 
 

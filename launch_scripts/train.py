@@ -16,14 +16,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 if __name__ == "__main__":  # not in its workers
-    for stop in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):  # while modules are imported there is nothing to save
+    for stop in (
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGINT,
+    ):  # while modules are imported there is nothing to save
         if signal.getsignal(stop) != signal.SIG_IGN:
             signal.signal(stop, lambda number, frame: os._exit(7))
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_OPTIONS = {
-    *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--master_addr", "--master_port"),
-    *("--launcher", "--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank"),
+    *(
+        "--num_gpus",
+        "--num_nodes",
+        "--hostfile",
+        "--include",
+        "--exclude",
+        "--master_addr",
+        "--master_port",
+    ),
+    *(
+        "--launcher",
+        "--nproc_per_node",
+        "--nproc-per-node",
+        "--nnodes",
+        "--node_rank",
+        "--node-rank",
+    ),
 }
 sys.path.insert(0, str(ROOT))
 
@@ -33,14 +52,14 @@ require_packages()
 
 # Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-if (
-    not sys.warnoptions
-):  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
+if not sys.warnoptions:  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
     warnings.simplefilter("ignore", FutureWarning)
 
 from trainer.ranks.discovery import launcher_processes, watch
 
-LAUNCHER = launcher_processes()  # before torch is imported, which takes seconds in which a launcher may go
+LAUNCHER = (
+    launcher_processes()
+)  # before torch is imported, which takes seconds in which a launcher may go
 
 from privacy.errors import folded, say
 from trainer.config.cli import Parser, explain, print_anything, require_open_files
@@ -61,14 +80,26 @@ if TYPE_CHECKING:
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
     """Command-line arguments; a bad one is a ConfigError (exit 2)."""
-    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ds_config", type=Path, required=True, help="machine settings, e.g. ds_configs/zero3.json")
-    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train")
-    parser.add_argument("--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard")
+    parser = Parser(
+        prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ds_config", type=Path, required=True, help="machine settings, e.g. ds_configs/zero3.json"
+    )
+    parser.add_argument(
+        "--recipe", type=Path, default=ROOT / "recipes" / "quickstart.toml", help="what to train"
+    )
+    parser.add_argument(
+        "--engine", choices=get_args(EngineName), default="deepspeed", help="how to shard"
+    )
     parser.add_argument("--run_dir", type=Path, help="run folder; default runs/RECIPE")
     for option, default, meaning in (
         ("--rendezvous_seconds", RENDEZVOUS_SECONDS, "how long to wait for all ranks to come up"),
-        ("--heartbeat_seconds", HEARTBEAT_SECONDS, "how long a rank may be silent before it counts as dead, or late"),
+        (
+            "--heartbeat_seconds",
+            HEARTBEAT_SECONDS,
+            "how long a rank may be silent before it counts as dead, or late",
+        ),
     ):
         parser.add_argument(option, type=float, default=default, help=f"{meaning} ({default:g})")
     parser.add_argument(
@@ -82,12 +113,18 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--may_differ", default="", metavar="NAME,NAME", help=meaning)
     # The launcher adds this one; the environment holds it, too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys"
+    )
     keys = "\n".join(map(folded, key_lines(RunConfig)))
-    parser.add_argument("--keys", action="version", version=keys, help="list all keys of a recipe, and exit")
+    parser.add_argument(
+        "--keys", action="version", version=keys, help="list all keys of a recipe, and exit"
+    )
     for word in arguments:
         if word.partition("=")[0] in LAUNCHER_OPTIONS:
-            parser.error(f"{word} is an option of the launcher: write it before launch_scripts/train.py")
+            parser.error(
+                f"{word} is an option of the launcher: write it before launch_scripts/train.py"
+            )
     options = parser.parse_intermixed_args(arguments)
     for name, least in (("rendezvous_seconds", 1), ("heartbeat_seconds", 5)):
         if not least <= getattr(options, name) <= LONGEST_RENDEZVOUS_SECONDS:
@@ -125,24 +162,46 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         require_supported(options.engine, machine, ranks.world_size)
         run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()
         restart = options.restart_from_step_0
-        chosen = {"--engine": options.engine, "--run_dir": str(run_dir), "--restart_from_step_0": str(restart)}
+        chosen = {
+            "--engine": options.engine,
+            "--run_dir": str(run_dir),
+            "--restart_from_step_0": str(restart),
+        }
         chosen["--dry_run"] = str(options.dry_run)
         settings = settings_of(os.environ, ROOT, config, machine, chosen)
         device = start(
-            ranks, options.rendezvous_seconds, settings, options.heartbeat_seconds, may_differ=options.may_differ
+            ranks,
+            options.rendezvous_seconds,
+            settings,
+            options.heartbeat_seconds,
+            may_differ=options.may_differ,
         )
         if ranks.is_main:
             what = "a dry run" if options.dry_run else "training"
-            on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace("torch.", "")
+            on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace(
+                "torch.", ""
+            )
             say(on, *resolved(options.recipe, options.overrides).what_is_public(config), folds=True)
         if options.dry_run:
             from trainer.run.dry_run import dry_run
 
-            code = dry_run(config, machine, options.engine, run_dir, ROOT, ranks, device, may_restart=restart)
+            code = dry_run(
+                config, machine, options.engine, run_dir, ROOT, ranks, device, may_restart=restart
+            )
         else:
             from trainer.run.start import train
 
-            code = train(config, machine, options.engine, run_dir, ROOT, ranks, device, noise, may_restart=restart)
+            code = train(
+                config,
+                machine,
+                options.engine,
+                run_dir,
+                ROOT,
+                ranks,
+                device,
+                noise,
+                may_restart=restart,
+            )
     except Exception as error:
         fail(error, functools.partial(explain, error, ranks.rank))
     finish(code)

@@ -89,7 +89,10 @@ class VisionModel(nn.Module):
             borrowed = shared.get(module, {})
             for name in borrowed:
                 module.register_parameter(name, None)
-            if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            if any(
+                t.is_meta
+                for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            ):
                 module.to_empty(device=device, recurse=False)
             _draw(module, generator, self.token_std)
             if module in zeros:
@@ -114,7 +117,11 @@ def _draw(module: nn.Module, generator: torch.Generator | None, token_std: float
     """Sets the module's own parameters and buffers, not those of its children."""
 
     def sample(tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=torch.float32, device="cpu" if generator is None else generator.device)
+        return torch.empty(
+            tensor.shape,
+            dtype=torch.float32,
+            device="cpu" if generator is None else generator.device,
+        )
 
     match module:
         case nn.LayerNorm():

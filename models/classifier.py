@@ -55,7 +55,9 @@ class AdaptedLinear(nn.Linear):
         return super().forward(x) + self.scale * self.adapter_up(self.adapter_down(x))
 
 
-def add_adapters(encoder: VisionTransformer, *, rank: int, alpha: float, layers: AdapterLayers) -> None:
+def add_adapters(
+    encoder: VisionTransformer, *, rank: int, alpha: float, layers: AdapterLayers
+) -> None:
     """Gives the named layers of every block an adapter, in place. `models.classifier` sets its values."""
     for block in encoder.blocks:
         for path in _LAYERS[layers]:
@@ -97,10 +99,14 @@ def is_adapter(name: str) -> bool:
     return any(part in _PARTS for part in name.split("."))
 
 
-def classification_loss(logits_BK: Tensor, labels_B: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def classification_loss(
+    logits_BK: Tensor, labels_B: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
     """loss (B,): cross-entropy in nats, in float32 (or float64)."""
     wide = torch.float64 if logits_BK.dtype == torch.float64 else torch.float32
-    return F.cross_entropy(logits_BK.to(wide), labels_B, reduction="none", label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        logits_BK.to(wide), labels_B, reduction="none", label_smoothing=label_smoothing
+    )
 
 
 class Classifier(VisionModel):
@@ -118,7 +124,10 @@ class Classifier(VisionModel):
             self.encoder.requires_grad_(False)
         if config.trainable == "adapters":
             add_adapters(
-                self.encoder, rank=config.adapter_rank, alpha=config.adapter_alpha, layers=config.adapter_layers
+                self.encoder,
+                rank=config.adapter_rank,
+                alpha=config.adapter_alpha,
+                layers=config.adapter_layers,
             )
         self.head = nn.Linear(config.encoder.width, config.num_classes)
         self._init_unless_meta()
@@ -127,7 +136,10 @@ class Classifier(VisionModel):
         return {self.head, *(layer.adapter_up for layer in adapters(self))}
 
     def forward(
-        self, images_BCHW: Tensor, labels_B: Tensor | None = None, output: Literal["loss", "logits"] = "loss"
+        self,
+        images_BCHW: Tensor,
+        labels_B: Tensor | None = None,
+        output: Literal["loss", "logits"] = "loss",
     ) -> Tensor:
         """
         Args:
@@ -146,9 +158,15 @@ class Classifier(VisionModel):
 
     def features(self, images_BCHW: Tensor) -> Tensor:
         """What the head sees, (B, D). A frozen encoder leaves no graph behind."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.trainable != "last_layer"):
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and self.config.trainable != "last_layer"
+        ):
             tokens_BTD = self.encoder(images_BCHW)
-        features_BD = tokens_BTD[:, 0] if self.config.features == "class_token" else tokens_BTD[:, 1:].mean(dim=1)
+        features_BD = (
+            tokens_BTD[:, 0]
+            if self.config.features == "class_token"
+            else tokens_BTD[:, 1:].mean(dim=1)
+        )
         if not self.config.feature_norm:
             return features_BD
         return F.layer_norm(features_BD, features_BD.shape[-1:], eps=self.config.encoder.norm_eps)

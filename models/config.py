@@ -67,25 +67,33 @@ def check_fields(config: Any) -> None:
         name, value = field.name, getattr(config, field.name)
         if field.type in (int, float, bool):
             accepted = int | float if field.type is float else field.type
-            if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
+            if not isinstance(value, accepted) or (
+                isinstance(value, bool) and field.type is not bool
+            ):
                 raise ModelConfigError(f"{name} must be a {field.type.__name__}, got {value!r}")
         elif (choices := get_args(field.type)) and value not in choices:
             raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if name in LIMITS and not 0 < value <= LIMITS[name]:
-            raise ModelConfigError(f"{name} must be positive and at most {LIMITS[name]:,}, got {value}")
+            raise ModelConfigError(
+                f"{name} must be positive and at most {LIMITS[name]:,}, got {value}"
+            )
 
 
 def check_transformer(config: Any, part: str) -> None:
     """Does what `check_fields` does, and refuses heads, MLPs and positions that do not fit the width of the model's `part`."""
     check_fields(config)
     if config.width % config.num_heads:
-        raise ModelConfigError(f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}")
+        raise ModelConfigError(
+            f"{part} width {config.width} is not a multiple of its num_heads {config.num_heads}"
+        )
     if config.width * config.mlp_ratio < 1:
         raise ModelConfigError(
             f"{part} mlp_ratio {config.mlp_ratio:g} leaves no unit of width {config.width} in its MLPs; 4 is usual"
         )
     if config.position == "sincos" and config.width % 4:
-        raise ModelConfigError(f"{part} width {config.width} must be a multiple of 4 for sin-cos positions")
+        raise ModelConfigError(
+            f"{part} width {config.width} must be a multiple of 4 for sin-cos positions"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +121,9 @@ class VitConfig:
     def __post_init__(self) -> None:
         check_transformer(self, "encoder")
         if self.image_size % self.patch_size:
-            raise ModelConfigError(f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}")
+            raise ModelConfigError(
+                f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
+            )
 
     @property
     def grid_size(self) -> int:
@@ -195,11 +205,15 @@ class CaptionerConfig:
                 f"num_tokens must be at least 2 (first and last token) and at most {MAX_TOKENS:,}, got {self.num_tokens}"
             )
         if not 0 <= self.parallel_share <= 1:
-            raise ModelConfigError(f"parallel_share must be between 0 and 1, got {self.parallel_share}")
+            raise ModelConfigError(
+                f"parallel_share must be between 0 and 1, got {self.parallel_share}"
+            )
         special = {"pad_id": self.pad_id, "bos_id": self.bos_id, "eos_id": self.eos_id}
         for name, token in special.items():
             if not 0 <= token < self.vocab_size:
-                raise ModelConfigError(f"{name} {token} is outside the vocabulary of {self.vocab_size} tokens")
+                raise ModelConfigError(
+                    f"{name} {token} is outside the vocabulary of {self.vocab_size} tokens"
+                )
         if len(set(special.values())) < len(special):
             raise ModelConfigError(f"pad_id, bos_id and eos_id must differ, got {special}")
 
@@ -282,7 +296,9 @@ class ClassifierConfig:
                 f"adapter_rank {self.adapter_rank} is more than the encoder's width {self.encoder.width}: train everything"
             )
         if not 0 <= self.label_smoothing < 1:
-            raise ModelConfigError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+            raise ModelConfigError(
+                f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +308,9 @@ class EncoderConfig:
     encoder: VitConfig
 
 
-def _dpcap(width: int, depth: int, heads: int, *, decoder_width: int, decoder_heads: int) -> CaptionerConfig:
+def _dpcap(
+    width: int, depth: int, heads: int, *, decoder_width: int, decoder_heads: int
+) -> CaptionerConfig:
     """A DP-Cap captioner: 224 pixels, patches of 16, six post-norm decoder blocks without biases."""
     return CaptionerConfig(
         encoder=VitConfig(width=width, depth=depth, num_heads=heads),
@@ -302,7 +320,9 @@ def _dpcap(width: int, depth: int, heads: int, *, decoder_width: int, decoder_he
 
 def _small_encoder(width: int, depth: int, *, qkv_bias: bool = False) -> VitConfig:
     """For images of 64 pixels."""
-    return VitConfig(image_size=64, patch_size=8, width=width, depth=depth, num_heads=4, qkv_bias=qkv_bias)
+    return VitConfig(
+        image_size=64, patch_size=8, width=width, depth=depth, num_heads=4, qkv_bias=qkv_bias
+    )
 
 
 def _small(width: int, depth: int, decoder_depth: int) -> CaptionerConfig:
@@ -329,7 +349,9 @@ SIZES: Mapping[str, CaptionerConfig] = {
 
 
 def _vip(width: int, depth: int = 12, num_heads: int = 12) -> MaskedAutoencoderConfig:
-    return MaskedAutoencoderConfig(encoder=VitConfig(width=width, depth=depth, num_heads=num_heads, qkv_bias=True))
+    return MaskedAutoencoderConfig(
+        encoder=VitConfig(width=width, depth=depth, num_heads=num_heads, qkv_bias=True)
+    )
 
 
 MAE_SIZES: Mapping[str, MaskedAutoencoderConfig] = {
@@ -351,7 +373,10 @@ ENCODERS: Mapping[str, VitConfig] = {
     **{name: config.encoder for name, config in SIZES.items()},
 }
 """The encoders of the other models, by the name of their size; `pico` and `nano` are the captioners'."""
-_SHORT_NAMES = ("image_size", "patch_size")  # of the encoder; every other field of a part carries the part's name
+_SHORT_NAMES = (
+    "image_size",
+    "patch_size",
+)  # of the encoder; every other field of a part carries the part's name
 
 
 def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
@@ -360,8 +385,14 @@ def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
     Raises:
         ModelConfigError: unknown field (the line lists the choices), or values that do not fit together.
     """
-    parts = {f.name: type(getattr(base, f.name)) for f in fields(base) if is_dataclass(getattr(base, f.name))}
-    targets = {f.name: ("", f.name) for f in fields(base) if f.name not in parts}  # name -> (part, field)
+    parts = {
+        f.name: type(getattr(base, f.name))
+        for f in fields(base)
+        if is_dataclass(getattr(base, f.name))
+    }
+    targets = {
+        f.name: ("", f.name) for f in fields(base) if f.name not in parts
+    }  # name -> (part, field)
     for part, config_class in parts.items():
         for field in fields(config_class):
             is_short = part == "encoder" and field.name in _SHORT_NAMES
@@ -369,10 +400,14 @@ def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
     changes: dict[str, dict[str, Any]] = {"": {}, **{part: {} for part in parts}}
     for name, value in overrides.items():
         if name not in targets:
-            raise ModelConfigError(f"unknown model field {name!r}; choose among {', '.join(sorted(targets))}")
+            raise ModelConfigError(
+                f"unknown model field {name!r}; choose among {', '.join(sorted(targets))}"
+            )
         part, field_name = targets[name]
         changes[part][field_name] = value
-    return replace(base, **changes.pop(""), **{p: replace(getattr(base, p), **c) for p, c in changes.items()})
+    return replace(
+        base, **changes.pop(""), **{p: replace(getattr(base, p), **c) for p, c in changes.items()}
+    )
 
 
 def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
@@ -409,7 +444,9 @@ def classifier_config(size: str, **overrides: Any) -> ClassifierConfig:
         raise ModelConfigError(
             "num_classes is missing: a classifier's recipe says how many there are in model.overrides"
         )
-    return with_overrides(ClassifierConfig(encoder=encoder, num_classes=overrides["num_classes"]), overrides)
+    return with_overrides(
+        ClassifierConfig(encoder=encoder, num_classes=overrides["num_classes"]), overrides
+    )
 
 
 def named_size(sizes: Mapping[str, Config], size: str) -> Config:
@@ -418,5 +455,7 @@ def named_size(sizes: Mapping[str, Config], size: str) -> Config:
         ModelConfigError: unknown size; the line lists the choices.
     """
     if size not in sizes:
-        raise ModelConfigError(f"model size {size!r} (model.size) is unknown; choose one of {', '.join(sizes)}")
+        raise ModelConfigError(
+            f"model size {size!r} (model.size) is unknown; choose one of {', '.join(sizes)}"
+        )
     return sizes[size]

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from models.config import CaptionerConfig, DecoderConfig
-from models.layers import CrossAttention, Mlp, PositionEmbedding, SelfAttention, image_sincos_table, text_sincos_table
+from models.layers import (
+    CrossAttention,
+    Mlp,
+    PositionEmbedding,
+    SelfAttention,
+    image_sincos_table,
+    text_sincos_table,
+)
 from models.vocabulary_head import VocabularyHead
 
 Branch = Callable[[Tensor], Tensor]
@@ -31,7 +38,9 @@ class ImageMemory(nn.Module):
         encoder, width = config.encoder, config.decoder.width
         self.projection = nn.Linear(encoder.width, width)
         fixed_table = partial(image_sincos_table, encoder.grid_size, width)
-        self.position = PositionEmbedding(config.decoder.position, encoder.num_image_tokens, width, fixed_table)
+        self.position = PositionEmbedding(
+            config.decoder.position, encoder.num_image_tokens, width, fixed_table
+        )
         self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, tokens_BTE: Tensor) -> Tensor:
@@ -50,10 +59,14 @@ class DecoderBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
         self.cross_attention = CrossAttention(width, heads, bias=bias)
         self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.mlp = Mlp(width, int(width * config.mlp_ratio), bias=bias, activation=config.activation)
+        self.mlp = Mlp(
+            width, int(width * config.mlp_ratio), bias=bias, activation=config.activation
+        )
         self.norm3 = nn.LayerNorm(width, eps=config.norm_eps)
 
-    def forward(self, x_BLD: Tensor, memory_BTD: Tensor, visible_BLL: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x_BLD: Tensor, memory_BTD: Tensor, visible_BLL: Tensor | None = None
+    ) -> Tensor:
         """
         Args:
             visible_BLL: which text tokens see which, in place of the causal mask; see `SelfAttention`.
@@ -90,7 +103,9 @@ class TextDecoder(nn.Module):
         # Without torch's own random numbers, which `init_weights` overwrites: on the meta device they import its compiler.
         embedding = partial(nn.Embedding.from_pretrained, freeze=False)
         self.token_embedding = embedding(torch.empty(config.vocab_size, width))
-        self.mask_embedding = embedding(torch.empty(1, width)) if config.parallel_share > 0 else None
+        self.mask_embedding = (
+            embedding(torch.empty(1, width)) if config.parallel_share > 0 else None
+        )
         fixed_table = partial(text_sincos_table, config.num_tokens, width)
         self.position = PositionEmbedding(decoder.position, config.num_tokens, width, fixed_table)
         self.type_embedding = nn.Parameter(torch.zeros(1, 1, width))
@@ -137,9 +152,19 @@ class TextDecoder(nn.Module):
             mask_B1D = self.mask_embedding(torch.zeros_like(tokens_BL[:, :1]))
             x_BLD = torch.where(is_parallel_B[:, None, None], mask_B1D, x_BLD)
             causal_LL = torch.ones(length, length, dtype=torch.bool, device=tokens_BL.device).tril()
-            visible_BLL = causal_LL | is_parallel_B[:, None, None]  # parallel examples see everything
+            visible_BLL = (
+                causal_LL | is_parallel_B[:, None, None]
+            )  # parallel examples see everything
         x_BLD = self.position(x_BLD) + self.type_embedding
         for block in self.blocks:
-            x_BLD = block(x_BLD, memory_BTD) if visible_BLL is None else block(x_BLD, memory_BTD, visible_BLL)
+            x_BLD = (
+                block(x_BLD, memory_BTD)
+                if visible_BLL is None
+                else block(x_BLD, memory_BTD, visible_BLL)
+            )
         hidden_BLD = self.head_norm(x_BLD)
-        return self.head(hidden_BLD) if targets_BL is None else self.head.token_losses(hidden_BLD, targets_BL)
+        return (
+            self.head(hidden_BLD)
+            if targets_BL is None
+            else self.head.token_losses(hidden_BLD, targets_BL)
+        )

@@ -42,7 +42,9 @@ def greedy_captions(model: nn.Module, images_BCHW: Tensor, *, max_tokens: int) -
     config = cast(CaptionerConfig, model.config)
     _check(max_tokens, config.num_tokens)
     device = images_BCHW.device
-    tokens_BL = torch.full((images_BCHW.shape[0], 1), config.bos_id, dtype=torch.int64, device=device)
+    tokens_BL = torch.full(
+        (images_BCHW.shape[0], 1), config.bos_id, dtype=torch.int64, device=device
+    )
     ended_B = torch.zeros(images_BCHW.shape[0], dtype=torch.bool, device=device)
     for _ in range(max_tokens):
         logits_BLV = model(images_BCHW, tokens_BL, output="logits")
@@ -86,11 +88,19 @@ class IncrementalDecoder:
         """
         decoder, (count, place) = self._decoder, path_BnS.shape[1:]
         if self.num_seen + count > self._capacity:
-            raise ValueError(f"{self.num_seen + count} tokens, but there is room for {self._capacity}")
+            raise ValueError(
+                f"{self.num_seen + count} tokens, but there is room for {self._capacity}"
+            )
         if place >= decoder.num_tokens:
-            raise ValueError(f"a token at place {place}, but captions have at most {decoder.num_tokens}")
-        positions_1LD = decoder.position(torch.zeros_like(decoder.type_embedding).expand(-1, place + 1, -1))
-        x_BnD = decoder.token_embedding(tokens_Bn) + positions_1LD[:, place:] + decoder.type_embedding
+            raise ValueError(
+                f"a token at place {place}, but captions have at most {decoder.num_tokens}"
+            )
+        positions_1LD = decoder.position(
+            torch.zeros_like(decoder.type_embedding).expand(-1, place + 1, -1)
+        )
+        x_BnD = (
+            decoder.token_embedding(tokens_Bn) + positions_1LD[:, place:] + decoder.type_embedding
+        )
         for block, image, text_BME in zip(self._blocks, self._image, self._text, strict=True):
             x_BnD = block.residuals(
                 x_BnD,
@@ -100,7 +110,9 @@ class IncrementalDecoder:
         self.num_seen += count
         return cast(Tensor, decoder.head_norm(x_BnD))
 
-    def _to_text(self, attention: SelfAttention, text_BME: Tensor, path_BnS: Tensor, x_BnD: Tensor) -> Tensor:
+    def _to_text(
+        self, attention: SelfAttention, text_BME: Tensor, path_BnS: Tensor, x_BnD: Tensor
+    ) -> Tensor:
         """Self-attention of new tokens to their paths and themselves; keeps their keys and values."""
         count, width = x_BnD.shape[1:]
         query_BnD, new_BnE = attention.qkv(x_BnD).split([width, 2 * width], dim=-1)
@@ -123,7 +135,12 @@ class Generated(NamedTuple):
 
 @torch.no_grad()
 def beam_captions(
-    model: Captioner, images_BCHW: Tensor, *, max_tokens: int, num_beams: int = 1, length_penalty: float = 0.0
+    model: Captioner,
+    images_BCHW: Tensor,
+    *,
+    max_tokens: int,
+    num_beams: int = 1,
+    length_penalty: float = 0.0,
 ) -> Generated:
     """The best caption of a beam search; greedy with one beam.
 
@@ -162,7 +179,9 @@ def beam_captions(
         log_probs_BK = total_BKV.flatten(1).gather(1, best_BK)
         lengths_BK, ended_BK = longer_BK.gather(1, parent_BK), ended_BK.gather(1, parent_BK)
         ended_BK = ended_BK | (last_BK == config.eos_id)
-        path_BKS = torch.cat([_picked(path_BKS, parent_BK), numbers_K[parent_BK][:, :, None]], dim=2)
+        path_BKS = torch.cat(
+            [_picked(path_BKS, parent_BK), numbers_K[parent_BK][:, :, None]], dim=2
+        )
         tokens_BKL = torch.cat([_picked(tokens_BKL, parent_BK), last_BK[:, :, None]], dim=2)
     return Generated(tokens_BKL[:, 0], log_probs_BK[:, 0])
 

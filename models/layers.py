@@ -27,7 +27,9 @@ def _merge_heads(x_BHLd: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """Multi-head self-attention; the rows of `qkv` are query, key and value, each split over the heads."""
 
-    def __init__(self, width: int, num_heads: int, *, qkv_bias: bool, out_bias: bool, causal: bool = False) -> None:
+    def __init__(
+        self, width: int, num_heads: int, *, qkv_bias: bool, out_bias: bool, causal: bool = False
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.causal = causal
@@ -39,11 +41,17 @@ class SelfAttention(nn.Module):
         Args:
             visible_BLL: bool, True where a query (second dimension) sees a key; takes the place of the causal mask.
         """
-        query, key, value = (_split_heads(x, self.num_heads) for x in self.qkv(x_BLD).chunk(3, dim=-1))
+        query, key, value = (
+            _split_heads(x, self.num_heads) for x in self.qkv(x_BLD).chunk(3, dim=-1)
+        )
         mask = None if visible_BLL is None else visible_BLL[:, None]
         is_causal = self.causal and mask is None
         return self.out(
-            _merge_heads(F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal))
+            _merge_heads(
+                F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, is_causal=is_causal
+                )
+            )
         )
 
     def attend(self, query_BLD: Tensor, key_BLSD: Tensor, value_BLSD: Tensor) -> Tensor:
@@ -51,7 +59,9 @@ class SelfAttention(nn.Module):
         heads = (self.num_heads, -1)
         query, key, value = (x.unflatten(-1, heads) for x in (query_BLD, key_BLSD, value_BLSD))
         scores_BLHS = torch.einsum("blhd,blshd->blhs", query, key) * query.shape[-1] ** -0.5
-        return self.out(torch.einsum("blhs,blshd->blhd", scores_BLHS.softmax(-1), value).flatten(-2))
+        return self.out(
+            torch.einsum("blhs,blshd->blhd", scores_BLHS.softmax(-1), value).flatten(-2)
+        )
 
 
 class CrossAttention(nn.Module):
@@ -69,18 +79,24 @@ class CrossAttention(nn.Module):
 
     def keys_values(self, memory_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """What `attend` needs of a memory, (B, H, S, D / H) each: computed once for many queries."""
-        key, value = (_split_heads(m, self.num_heads) for m in self.key_value(memory_BSD).chunk(2, dim=-1))
+        key, value = (
+            _split_heads(m, self.num_heads) for m in self.key_value(memory_BSD).chunk(2, dim=-1)
+        )
         return key, value
 
     def attend(self, x_BLD: Tensor, key_BHSd: Tensor, value_BHSd: Tensor) -> Tensor:
         query_BHLd = _split_heads(self.query(x_BLD), self.num_heads)
-        return self.out(_merge_heads(F.scaled_dot_product_attention(query_BHLd, key_BHSd, value_BHSd)))
+        return self.out(
+            _merge_heads(F.scaled_dot_product_attention(query_BHLd, key_BHSd, value_BHSd))
+        )
 
 
 class Mlp(nn.Module):
     """Linear, exact GELU or ReLU, Linear."""
 
-    def __init__(self, width: int, hidden_width: int, *, bias: bool, activation: Activation = "gelu") -> None:
+    def __init__(
+        self, width: int, hidden_width: int, *, bias: bool, activation: Activation = "gelu"
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.up = nn.Linear(width, hidden_width, bias=bias)
@@ -99,7 +115,9 @@ class PositionEmbedding(nn.Module):
 
     table: Tensor
 
-    def __init__(self, kind: PositionKind, num_tokens: int, width: int, fixed_table: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, kind: PositionKind, num_tokens: int, width: int, fixed_table: Callable[[], Tensor]
+    ) -> None:
         """
         Args:
             fixed_table: returns the sin-cos table, (T, D); used by the kind "sincos" only.
@@ -128,7 +146,9 @@ class PositionEmbedding(nn.Module):
         """
         num_tokens = x_BTD.shape[1]
         if num_tokens > self.num_tokens:
-            raise ValueError(f"{num_tokens} tokens, but the model was built for at most {self.num_tokens}")
+            raise ValueError(
+                f"{num_tokens} tokens, but the model was built for at most {self.num_tokens}"
+            )
         return x_BTD + self.table[:, :num_tokens].to(x_BTD.dtype)
 
 
@@ -160,5 +180,7 @@ def image_sincos_table(grid_size: int, width: int) -> Tensor:
     """
     index = torch.arange(grid_size, device="cpu")
     columns, rows = index.repeat(grid_size), index.repeat_interleave(grid_size)
-    patches = torch.cat([sincos_positions(columns, width // 2), sincos_positions(rows, width // 2)], dim=1)
+    patches = torch.cat(
+        [sincos_positions(columns, width // 2), sincos_positions(rows, width // 2)], dim=1
+    )
     return torch.cat([patches.new_zeros(1, width), patches])

@@ -28,7 +28,9 @@ from models.vit import EncoderBlock, VisionTransformer
 def to_patches(images_BCHW: Tensor, patch_size: int) -> Tensor:
     """(B, P, Q): patches in row order; the pixels of each row by row, colours last."""
     batch_size, channels, height, width = images_BCHW.shape
-    grid = images_BCHW.view(batch_size, channels, height // patch_size, patch_size, width // patch_size, patch_size)
+    grid = images_BCHW.view(
+        batch_size, channels, height // patch_size, patch_size, width // patch_size, patch_size
+    )
     return grid.permute(0, 2, 4, 3, 5, 1).reshape(batch_size, -1, patch_size**2 * channels)
 
 
@@ -36,8 +38,12 @@ def from_patches(patches_BPQ: Tensor, patch_size: int) -> Tensor:
     """The inverse of `to_patches` for square images, (B, C, H, W)."""
     batch_size, num_patches, pixels = patches_BPQ.shape
     grid = round(num_patches**0.5)
-    tiles = patches_BPQ.view(batch_size, grid, grid, patch_size, patch_size, pixels // patch_size**2)
-    return tiles.permute(0, 5, 1, 3, 2, 4).reshape(batch_size, -1, grid * patch_size, grid * patch_size)
+    tiles = patches_BPQ.view(
+        batch_size, grid, grid, patch_size, patch_size, pixels // patch_size**2
+    )
+    return tiles.permute(0, 5, 1, 3, 2, 4).reshape(
+        batch_size, -1, grid * patch_size, grid * patch_size
+    )
 
 
 def normalised(patches_BPQ: Tensor) -> Tensor:
@@ -66,13 +72,19 @@ class PixelDecoder(nn.Module):
         super().__init__()
         encoder, own = config.encoder, config.decoder
         block = VitConfig(
-            width=own.width, depth=own.depth, num_heads=own.num_heads, mlp_ratio=own.mlp_ratio, qkv_bias=True,
+            width=own.width,
+            depth=own.depth,
+            num_heads=own.num_heads,
+            mlp_ratio=own.mlp_ratio,
+            qkv_bias=True,
             norm_eps=own.norm_eps,
-        )  # fmt: skip
+        )
         self.embedding = nn.Linear(encoder.width, own.width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, own.width))
         fixed_table = partial(image_sincos_table, encoder.grid_size, own.width)
-        self.position = PositionEmbedding(own.position, encoder.num_image_tokens, own.width, fixed_table)
+        self.position = PositionEmbedding(
+            own.position, encoder.num_image_tokens, own.width, fixed_table
+        )
         self.blocks = nn.ModuleList([EncoderBlock(block) for _ in range(own.depth)])
         self.norm = nn.LayerNorm(own.width, eps=own.norm_eps)
         self.head = nn.Linear(own.width, encoder.patch_size**2 * encoder.num_channels)
@@ -88,7 +100,9 @@ class PixelDecoder(nn.Module):
         """
         seen = self.embedding(tokens_BTE)
         num_masked = order_BP.shape[1] - (seen.shape[1] - 1)
-        patches_BPD = torch.cat([seen[:, 1:], self.mask_token.expand(len(seen), num_masked, -1)], dim=1)
+        patches_BPD = torch.cat(
+            [seen[:, 1:], self.mask_token.expand(len(seen), num_masked, -1)], dim=1
+        )
         place_BP1 = order_BP.argsort(dim=1)[:, :, None]
         patches_BPD = patches_BPD.gather(1, place_BP1.expand(-1, -1, patches_BPD.shape[2]))
         x_BTD = self.position(torch.cat([seen[:, :1], patches_BPD], dim=1))
@@ -106,7 +120,9 @@ class MaskedAutoencoder(VisionModel):
         self.decoder = PixelDecoder(config)
         self._init_unless_meta()
 
-    def forward(self, images_BCHW: Tensor, mask_BP: Tensor, output: Literal["loss", "patches"] = "loss") -> Tensor:
+    def forward(
+        self, images_BCHW: Tensor, mask_BP: Tensor, output: Literal["loss", "patches"] = "loss"
+    ) -> Tensor:
         """
         Args:
             images_BCHW: normalised pixels, floating.

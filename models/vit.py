@@ -21,7 +21,9 @@ class EncoderBlock(nn.Module):
         super().__init__()
         width = config.width
         self.norm1 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.attention = SelfAttention(width, config.num_heads, qkv_bias=config.qkv_bias, out_bias=True)
+        self.attention = SelfAttention(
+            width, config.num_heads, qkv_bias=config.qkv_bias, out_bias=True
+        )
         self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
         self.mlp = Mlp(width, int(width * config.mlp_ratio), bias=True)
 
@@ -38,9 +40,13 @@ class VisionTransformer(nn.Module):
         self.config = config
         width, patch = config.width, config.patch_size
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        self.patch_embedding = nn.Conv2d(config.num_channels, width, kernel_size=patch, stride=patch)
+        self.patch_embedding = nn.Conv2d(
+            config.num_channels, width, kernel_size=patch, stride=patch
+        )
         fixed_table = partial(image_sincos_table, config.grid_size, width)
-        self.position = PositionEmbedding(config.position, config.num_image_tokens, width, fixed_table)
+        self.position = PositionEmbedding(
+            config.position, config.num_image_tokens, width, fixed_table
+        )
         self.blocks = nn.ModuleList([EncoderBlock(config) for _ in range(config.depth)])
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
 
@@ -59,7 +65,9 @@ class VisionTransformer(nn.Module):
         config = self.config
         expected = (config.num_channels, config.image_size, config.image_size)
         if images_BCHW.dim() != 4 or tuple(images_BCHW.shape[1:]) != expected:
-            raise ValueError(f"images must have shape (B, {', '.join(map(str, expected))}), got {images_BCHW.shape}")
+            raise ValueError(
+                f"images must have shape (B, {', '.join(map(str, expected))}), got {images_BCHW.shape}"
+            )
         images_BCHW = images_BCHW.to(self.patch_embedding.weight.dtype)
         patches_BPD = self.patch_embedding(images_BCHW).flatten(2).transpose(1, 2)
         class_token_B1D = self.class_token.expand(patches_BPD.shape[0], -1, -1)

@@ -60,8 +60,14 @@ class VocabularyHead(nn.Linear):
     def operands(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in the dtype of the matrix product, which autocast may have changed."""
         kind = _autocast_kind(hidden_BLD)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_BLD.dtype
-        return hidden_BLD.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        dtype = (
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_BLD.dtype
+        )
+        return (
+            hidden_BLD.to(dtype),
+            self.weight.to(dtype),
+            None if self.bias is None else self.bias.to(dtype),
+        )
 
     @staticmethod
     def logit_gradients(
@@ -92,7 +98,9 @@ class VocabularyHead(nn.Linear):
 def token_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
     """Cross-entropy (B, L) of the targets, in float32 (or float64)."""
     logits_BLV = _wide(logits_BLV)
-    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view(targets_BL.shape)
+    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view(
+        targets_BL.shape
+    )
 
 
 class _Scores(torch.autograd.Function):
@@ -133,7 +141,9 @@ class _WeightGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, targets_BL: Tensor, num_chunks: int, scores_BL2: Tensor, *operands: Any) -> Tensor:
+    def forward(
+        ctx: Any, targets_BL: Tensor, num_chunks: int, scores_BL2: Tensor, *operands: Any
+    ) -> Tensor:
         hidden_BLD, weight_VD, bias_V = operands
         ctx.save_for_backward(targets_BL, scores_BL2, hidden_BLD, weight_VD, bias_V)
         ctx.num_chunks = num_chunks
@@ -146,7 +156,13 @@ class _WeightGradient(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight_VD)
         bias_gradient = None if bias_V is None else torch.empty_like(bias_V)
         for words, gradient_BLv in VocabularyHead.logit_gradients(
-            targets_BL, ctx.num_chunks, scores_BL2[..., 0], gradients[0], hidden_BLD, weight_VD, bias_V
+            targets_BL,
+            ctx.num_chunks,
+            scores_BL2[..., 0],
+            gradients[0],
+            hidden_BLD,
+            weight_VD,
+            bias_V,
         ):
             rows_Nv = gradient_BLv.flatten(0, -2)
             weight_gradient[words] = rows_Nv.t() @ hidden_BLD.flatten(0, -2)
@@ -163,7 +179,14 @@ def _chunks(
     with torch.autocast(_autocast_kind(hidden_BLD), enabled=False):
         for i in range(num_chunks):
             words = slice(size * i // num_chunks, size * (i + 1) // num_chunks)
-            yield words, _wide(F.linear(hidden_BLD, weight_VD[words], None if bias_V is None else bias_V[words]))
+            yield (
+                words,
+                _wide(
+                    F.linear(
+                        hidden_BLD, weight_VD[words], None if bias_V is None else bias_V[words]
+                    )
+                ),
+            )
 
 
 def _autocast_kind(tensor: Tensor) -> str:

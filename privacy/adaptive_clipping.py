@@ -63,7 +63,9 @@ class AdaptiveClipping:
             )
         for name in ("clipbound_learning_rate", "unclipped_num_std"):
             if not 0 < getattr(self, name) < math.inf:
-                raise PrivacyConfigError(f"{name} must be positive and finite, not {getattr(self, name):g}")
+                raise PrivacyConfigError(
+                    f"{name} must be positive and finite, not {getattr(self, name):g}"
+                )
 
     def require_feasible(self, noise_multiplier: float, initial_bound: float) -> None:
         """PrivacyConfigError unless the count leaves some of sigma's budget to the gradient, and C_0 is an ordinary number."""
@@ -83,7 +85,9 @@ class AdaptiveClipping:
         """sigma_Delta, a little more than sigma = `noise_multiplier`; 0 for 0."""
         if noise_multiplier == 0:
             return 0.0
-        return noise_multiplier / math.sqrt(1 - (noise_multiplier / (2 * self.unclipped_num_std)) ** 2)
+        return noise_multiplier / math.sqrt(
+            1 - (noise_multiplier / (2 * self.unclipped_num_std)) ** 2
+        )
 
     def noised_fraction(self, noised_count: float, expected_batch_size: int) -> float:
         """b~: the fraction of unclipped examples, as far as it is released; may be outside of [0, 1]."""
@@ -91,7 +95,9 @@ class AdaptiveClipping:
 
     def next_bound(self, bound: float, noised_fraction: float, initial_bound: float) -> float:
         """C_{t+1}."""
-        logarithm = math.log(bound) - self.clipbound_learning_rate * (noised_fraction - self.target_unclipped_quantile)
+        logarithm = math.log(bound) - self.clipbound_learning_rate * (
+            noised_fraction - self.target_unclipped_quantile
+        )
         low, high = initial_bound / RANGE, initial_bound * RANGE
         return min(max(math.exp(min(max(logarithm, math.log(low)), math.log(high))), low), high)
 
@@ -109,7 +115,11 @@ class AdaptiveKeys:
 
     def constants(self, expected_batch_size: int) -> AdaptiveClipping:
         """The constants, defaults filled in."""
-        quantile, rate, std = self.target_unclipped_quantile, self.clipbound_learning_rate, self.unclipped_num_std
+        quantile, rate, std = (
+            self.target_unclipped_quantile,
+            self.clipbound_learning_rate,
+            self.unclipped_num_std,
+        )
         return AdaptiveClipping(
             target_unclipped_quantile=0.5 if quantile is None else quantile,
             clipbound_learning_rate=0.2 if rate is None else rate,

@@ -32,9 +32,15 @@ class Reason(Enum):
 
 
 _HELDOUT = (
-    "loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy", "samples",
+    "loss",
+    "accuracy",
+    "shuffled_loss",
+    "loss_of_average",
+    "blind_loss",
+    "blind_accuracy",
+    "samples",
     *(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")),
-)  # fmt: skip
+)
 _EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private-head", "zero-shot")
 PUBLISHED = {
     "optimizer/lr": Reason.SCHEDULE,

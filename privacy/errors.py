@@ -96,9 +96,21 @@ class Said(NamedTuple):
 
 
 _WRONG_PATH = {
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.EROFS, errno.ENOTEMPTY, errno.EXDEV, errno.EINVAL, errno.ENODEV, errno.ENXIO,
-}  # fmt: skip
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EROFS,
+    errno.ENOTEMPTY,
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENODEV,
+    errno.ENXIO,
+}
 """What a user mends by naming another path (exit code 2); the rest, such as a full disk, is the machine's state (1)."""
 _LONGEST_WORD = 240
 
@@ -114,13 +126,18 @@ def in_one_line(error: BaseException) -> Said | None:
         return Said("\n  ".join(map(_shortened, getattr(error, "lines", [str(error)]))), exit_code)
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
-        where = ": ".join(str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes))
+        where = ": ".join(
+            str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)
+        )
         line = _shortened(f"{where}: {reason}" if where else reason)
         return Said(line, 2 if error.errno in _WRONG_PATH and where else 1)
     if isinstance(error, RecursionError):
         return Said("the input is nested more deeply than Python can follow; write it flat", 2)
     # Torch raises plain RuntimeErrors for the memory of a CPU and of threads, and its own type for a GPU's.
-    said, words = str(error), ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN))
+    said, words = (
+        str(error),
+        ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN)),
+    )
     of_torch = type(error).__name__ == "OutOfMemoryError" or any(word in said for word in words)
     of_torch = of_torch or said.strip() == "could not create a primitive"  # oneDNN's words for it
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
@@ -135,13 +152,19 @@ def in_one_line(error: BaseException) -> Said | None:
 
 def _shortened(text: str) -> str:
     """One line without control characters, in which no word is too long to read the rest."""
-    words = [word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}" for word in text.split()]
+    words = [
+        word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}"
+        for word in text.split()
+    ]
     return printable(" ".join(words))
 
 
 def printable(line: str) -> str:
     """The line with an escape, as JSON knows it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode().replace("\\x", "\\u00") for c in line)
+    shown = (
+        c if c.isprintable() else c.encode("unicode_escape").decode().replace("\\x", "\\u00")
+        for c in line
+    )
     return line if line.isprintable() else "".join(shown)
 
 

@@ -52,7 +52,10 @@ class Lattice:
         exponent = 32 - math.frexp(bound)[1]
         most = (cap + NOISE_ROOM * Fraction(noise_multiplier) + 1) * Fraction(bound)
         deviation = Fraction(noise_multiplier) * Fraction(bound)
-        while most * Fraction(2) ** exponent > LARGEST_SUM or deviation * Fraction(2) ** exponent > MOST_DEVIATION / 2:
+        while (
+            most * Fraction(2) ** exponent > LARGEST_SUM
+            or deviation * Fraction(2) ** exponent > MOST_DEVIATION / 2
+        ):
             exponent -= 1
         return cls(bound, exponent)
 

@@ -69,7 +69,9 @@ class SystemNoise:
 
 def _num_threads(count: int, device: torch.device) -> int:
     """On CPU those that torch may use. Beside an accelerator launchers leave torch one, which says nothing about idle cores."""
-    most = torch.get_num_threads() if device.type == "cpu" else min(MOST_THREADS, os.cpu_count() or 1)
+    most = (
+        torch.get_num_threads() if device.type == "cpu" else min(MOST_THREADS, os.cpu_count() or 1)
+    )
     return max(1, min(most, count // DRAWN_BY_A_THREAD))
 
 
@@ -95,6 +97,8 @@ def add_noise(values: Tensor, deviation: float, source: NoiseSource) -> None:
     if values.dtype != torch.int64:
         raise TypeError(f"noise is added to whole numbers in int64, not to {values.dtype}")
     if not 0 < deviation < math.inf:
-        raise ValueError(f"the standard deviation of noise is {deviation}; it must be a positive finite number")
+        raise ValueError(
+            f"the standard deviation of noise is {deviation}; it must be a positive finite number"
+        )
     for some in values.view(-1).split(MOST_DRAWN):
         some.add_(source.rounded_normal(deviation, some.numel(), values.device))

@@ -50,7 +50,11 @@ def half_of_step(exponent: int | None, plan: Mapping[str, Any], bound: float) ->
     """Half of the step of sums clipped to `bound`, of which the opening states f at the plan's C; 0 where there is no step."""
     if exponent is None:
         return 0.0
-    moved = 0 if plan["adaptive_clipping"] is None else math.frexp(bound)[1] - math.frexp(plan["max_grad_norm"])[1]
+    moved = (
+        0
+        if plan["adaptive_clipping"] is None
+        else math.frexp(bound)[1] - math.frexp(plan["max_grad_norm"])[1]
+    )
     return math.ldexp(1.0, moved - exponent - 1)
 
 
@@ -80,11 +84,17 @@ def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ..
                 ((one["norm"] * raised + half_step * math.sqrt(one["coordinates"])) / std) ** 2
                 for one in (whole, share)
             )
-            norms.append((f"step {record['step']}", squared_share, share["coordinates"], share["owners"]))
+            norms.append(
+                (f"step {record['step']}", squared_share, share["coordinates"], share["owners"])
+            )
             total += squared
             if "noised_fraction" in record:
                 # The first has no centre that follows from earlier ones.
-                apart = abs(record["noised_fraction"] - centre) * raised + HALF_COUNT_STEP if fractions else 0.0
+                apart = (
+                    abs(record["noised_fraction"] - centre) * raised + HALF_COUNT_STEP
+                    if fractions
+                    else 0.0
+                )
                 spread += (apart / plan["adaptive_clipping"]["unclipped_num_std"]) ** 2
                 fractions += 1
                 centre += (record["noised_fraction"] - centre) / min(fractions, MEMORY)
@@ -92,8 +102,12 @@ def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ..
         return "no norm of a noised sum is stated that could refute the noise", ()
     steps, least = len(norms), min(math.sqrt(squared / count) for _, squared, count, _ in norms)
     norms.append(("all steps together", total, steps * coordinates, 1))
-    norms += [("the counts of unclipped examples", spread, fractions - 1, 1)] if fractions > 1 else []
+    norms += (
+        [("the counts of unclipped examples", spread, fractions - 1, 1)] if fractions > 1 else []
+    )
     level = LEVEL / sum(comparisons for *_, comparisons in norms)
-    refuted = tuple(what for what, squared, count, _ in norms if is_too_small(squared, count, level))
+    refuted = tuple(
+        what for what, squared, count, _ in norms if is_too_small(squared, count, level)
+    )
     said = f"{steps:,} norms over {coordinates:,} coordinates are at least {least:.4g} of that of the stated noise"
     return f"{'refuted' if refuted else 'not refuted'}: {said}", refuted

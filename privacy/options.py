@@ -93,7 +93,9 @@ class Flat(Clipping):
 
 class Automatic(Clipping):
     name = "automatic"
-    clipped = "is normalised to an L2 norm below C (automatic clipping, Bu et al. 2023, arXiv 2206.07136)"
+    clipped = (
+        "is normalised to an L2 norm below C (automatic clipping, Bu et al. 2023, arXiv 2206.07136)"
+    )
     normalises = True
 
 
@@ -139,7 +141,10 @@ class Adaptive(Flat):
             ("clipping function", "flat, with an adaptive C"),
             ("target quantile of unclipped examples", f"{constants.target_unclipped_quantile:g}"),
             ("learning rate of C", f"{constants.clipbound_learning_rate:g}"),
-            ("noise on the count of unclipped examples (standard deviation)", f"{constants.unclipped_num_std:g}"),
+            (
+                "noise on the count of unclipped examples (standard deviation)",
+                f"{constants.unclipped_num_std:g}",
+            ),
             (
                 "noise multiplier of the sum alone",
                 f"{constants.gradient_noise_multiplier(plan.noise_multiplier):.6g}",
@@ -168,11 +173,17 @@ class Arithmetic(Option):
         return {"lattice_exponent": None if plan.lattice is None else plan.lattice.exponent}
 
     def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
-        lies = "" if plan.lattice is None else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
+        lies = (
+            ""
+            if plan.lattice is None
+            else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
+        )
         rows = [("arithmetic", f"{self.name}{lies}")]
         if plan.noise_multiplier > 0:
             kind = (
-                "made of doubles, as version 0.1 drew it" if plan.had_doubles else "rounded to whole steps of the sums"
+                "made of doubles, as version 0.1 drew it"
+                if plan.had_doubles
+                else "rounded to whole steps of the sums"
             )
             rows.append(("noise", f"Gaussian, {kind}"))
         return rows
@@ -268,9 +279,19 @@ for _option in (
     OPTIONS.setdefault(_option.kind, {})[_option.name] = _option
 
 OTHER_EXCLUSIONS = (
-    ("noise_multiplier = 0", "target_epsilon", "noise_multiplier = 0 gives no guarantee", "remove one of them"),
+    (
+        "noise_multiplier = 0",
+        "target_epsilon",
+        "noise_multiplier = 0 gives no guarantee",
+        "remove one of them",
+    ),
     ("simulation = true", "target_epsilon", "a simulation has no epsilon", "give noise_multiplier"),
-    ("simulation = true", "enabled = false", "a simulation has the noise of a private run", "remove simulation"),
+    (
+        "simulation = true",
+        "enabled = false",
+        "a simulation has the noise of a private run",
+        "remove simulation",
+    ),
 )
 """(setting, setting, why, way out) of what is no option."""
 
@@ -312,7 +333,11 @@ def require_compatible(choices: Choices, also: Mapping[str, bool] | None = None)
         **(also or {}),
     }
     every = (one for named in OPTIONS.values() for one in named.values())
-    exclusions = [(one.setting, other, why, one.instead) for one in every for other, why in one.excludes.items()]
+    exclusions = [
+        (one.setting, other, why, one.instead)
+        for one in every
+        for other, why in one.excludes.items()
+    ]
     for one, other, why, way_out in (*exclusions, *OTHER_EXCLUSIONS):
         if is_set.get(one) and is_set.get(other):
             raise PrivacyConfigError(f"{one} and {other} exclude each other: {why}; {way_out}")

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from scipy import stats
 
-from .accounting.accountants import EpsilonTable, ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_rdp
+from .accounting.accountants import (
+    EpsilonTable,
+    ReleaseGroup,
+    effective_noise_multiplier,
+    epsilon,
+    epsilon_rdp,
+)
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.group_privacy import tail_of_doubles
 from .accounting.rounding import rounded_up, useless_delta
@@ -73,7 +79,9 @@ class PrivacyPlan(PlanChoices):
             raise PrivacyConfigError(
                 f"delta {self.target_delta:g} is below the tail {self.noise_tail_delta:.2g} of noise made of doubles"
             )
-        effective_noise_multiplier(self.noise_multiplier, self.sensitivity_slack)  # refuses a slack above 1e-3
+        effective_noise_multiplier(
+            self.noise_multiplier, self.sensitivity_slack
+        )  # refuses a slack above 1e-3
 
     @cached_property
     def options(self) -> dict[str, Option]:
@@ -101,7 +109,9 @@ class PrivacyPlan(PlanChoices):
     @cached_property
     def coins(self) -> PoissonSampler:
         """The coins of Poisson sampling at the rate B / n."""
-        return PoissonSampler.with_expected_batch(self.num_examples, self.expected_batch_size, self.cap)
+        return PoissonSampler.with_expected_batch(
+            self.num_examples, self.expected_batch_size, self.cap
+        )
 
     def clipped_sum(
         self,
@@ -124,15 +134,24 @@ class PrivacyPlan(PlanChoices):
         option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
         assert isinstance(option, Clipping)
         of_both: dict[str, Any] = {
-            "shapes": shapes, "function": function_of(option), "accumulator": accumulator or LocalSums, "device": device,
+            "shapes": shapes,
+            "function": function_of(option),
+            "accumulator": accumulator or LocalSums,
+            "device": device,
             "self_check": self_check,
-        }  # fmt: skip
+        }
         if self.lattice is not None:
             return CertifiedSum(model, self.lattice, **of_both)
         return ClippedSum(
-            model, self.max_grad_norm if self.enabled else math.inf, mode=mode, adaptive=self.adaptive_clipping,
-            cap=self.max_batch_size, rows=rows, noise_multiplier=self.noise_multiplier, **of_both,
-        )  # fmt: skip
+            model,
+            self.max_grad_norm if self.enabled else math.inf,
+            mode=mode,
+            adaptive=self.adaptive_clipping,
+            cap=self.max_batch_size,
+            rows=rows,
+            noise_multiplier=self.noise_multiplier,
+            **of_both,
+        )
 
     def noise(self) -> NoiseSource:
         """A source of this process's noise."""
@@ -179,7 +198,9 @@ class PrivacyPlan(PlanChoices):
 
     def release_group(self, count: int) -> ReleaseGroup:
         """`count` intents of this plan, as the accountant sees them."""
-        return ReleaseGroup(self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap)
+        return ReleaseGroup(
+            self.sample_rate, self.effective_noise_multiplier, count, self.num_examples, self.cap
+        )
 
     @property
     def had_doubles(self) -> bool:
@@ -198,7 +219,11 @@ class PrivacyPlan(PlanChoices):
 
     def epsilon_after(self, count: int) -> float | None:
         """Exact epsilon of `count` charged intents (about 3 s with a cap); None without a formal guarantee."""
-        return epsilon([self.release_group(count)], self.accounted_delta) if self.formal_guarantee else None
+        return (
+            epsilon([self.release_group(count)], self.accounted_delta)
+            if self.formal_guarantee
+            else None
+        )
 
     @cached_property
     def epsilon_planned(self) -> float | None:
@@ -225,7 +250,9 @@ class PrivacyPlan(PlanChoices):
         for option in self.options.values():
             frozen |= option.frozen(self)
         return frozen | {
-            "adaptive_clipping": None if self.adaptive_clipping is None else asdict(self.adaptive_clipping),
+            "adaptive_clipping": None
+            if self.adaptive_clipping is None
+            else asdict(self.adaptive_clipping),
             "informal_reasons": list(self.informal_reasons),
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
@@ -246,7 +273,11 @@ class PrivacyPlan(PlanChoices):
         values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
         values["informal_reasons"] = tuple(values["informal_reasons"])
         plan = cls(**values)
-        require_equal(frozen, {"noise_kind": None, **plan.frozen_fields()}, "the recorded plan contradicts itself")
+        require_equal(
+            frozen,
+            {"noise_kind": None, **plan.frozen_fields()},
+            "the recorded plan contradicts itself",
+        )
         return plan
 
 
@@ -268,11 +299,16 @@ def default_cap(plan: PrivacyPlan) -> int:
     allowed = plan.target_delta / (1000 * (1 + math.exp(min(reached, 700.0)))) / most
     caps = range(size, usual)
     rate = plan.sample_rate
-    return caps.start + bisect_left(caps, -allowed, key=lambda cap: -float(stats.binom.sf(cap, n, rate)))
+    return caps.start + bisect_left(
+        caps, -allowed, key=lambda cap: -float(stats.binom.sf(cap, n, rate))
+    )
 
 
 def make_plan(
-    request: PlanRequest, *, resume: Mapping[str, Any] | None = None, progress: Progress | None = None
+    request: PlanRequest,
+    *,
+    resume: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> PrivacyPlan:
     """Validates everything together and calibrates sigma where a target epsilon is given.
 
@@ -286,7 +322,9 @@ def make_plan(
         PrivacyConfigError: with one line that names what is wrong.
     """
     require_compatible(request)
-    sigma, target = (request.noise_multiplier, request.target_epsilon) if request.enabled else (0.0, None)
+    sigma, target = (
+        (request.noise_multiplier, request.target_epsilon) if request.enabled else (0.0, None)
+    )
     if (sigma is None) == (target is None):
         raise PrivacyConfigError("give exactly one of noise_multiplier and target_epsilon")
     if sigma is not None and 0 < sigma < MIN_NOISE_MULTIPLIER and not request.allow_small_noise:
@@ -303,12 +341,18 @@ def make_plan(
             "adaptive_clipping": None,
             "noise_multiplier": 1.0 if sigma is None else sigma,
             "target_delta": 1 / (2 * max(request.num_examples, 1)) if delta is None else delta,
-            "reserved_attempts": max(2, math.ceil(request.num_steps / 100)) if reserve is None else reserve,
+            "reserved_attempts": max(2, math.ceil(request.num_steps / 100))
+            if reserve is None
+            else reserve,
             "cap": None,
             "noise_kind": ROUNDED if resume is None else resume.get("noise_kind"),
         }
     )
-    asked, recorded, default = request.cap, None if resume is None else resume.get("cap"), default_cap(plan)
+    asked, recorded, default = (
+        request.cap,
+        None if resume is None else resume.get("cap"),
+        default_cap(plan),
+    )
     if asked == "default":
         keeps = isinstance(recorded, int) and recorded <= usual_cap(plan.expected_batch_size)
         asked = recorded if keeps else default

@@ -13,12 +13,21 @@ from .limits import MAX_COUNT
 from .options import OPTIONS
 
 _MUST_BE = {
-    "int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number",
-    "float_parsing": "a number", "float_type": "a number", "finite_number": "a finite number",
-    "bool_parsing": "true or false", "bool_type": "true or false", "string_type": "text", "literal_error": "{expected}",
-    "greater_than": "above {gt:,.12g}", "greater_than_equal": "{ge:,.12g} or more",
-    "less_than": "below {lt:,.12g}", "less_than_equal": "{le:,.12g} or less",
-}  # fmt: skip
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "literal_error": "{expected}",
+    "greater_than": "above {gt:,.12g}",
+    "greater_than_equal": "{ge:,.12g} or more",
+    "less_than": "below {lt:,.12g}",
+    "less_than_equal": "{le:,.12g} or less",
+}
 """Type of pydantic's error -> what the value must be."""
 
 
@@ -32,9 +41,16 @@ def in_plain_words(error: ErrorDetails) -> str:
 @functools.cache
 def _checks(kind: type) -> dict[str, TypeAdapter[Any]]:
     """Field -> what checks its type; strict, so that "4", true and NaN are no numbers."""
-    strict, hints = ConfigDict(strict=True, allow_inf_nan=False), get_type_hints(kind, include_extras=True)
+    strict, hints = (
+        ConfigDict(strict=True, allow_inf_nan=False),
+        get_type_hints(kind, include_extras=True),
+    )
     # A dataclass has a configuration of its own and takes none.
-    own = {name: hints[name] for name in (field.name for field in fields(kind)) if name != "adaptive_clipping"}
+    own = {
+        name: hints[name]
+        for name in (field.name for field in fields(kind))
+        if name != "adaptive_clipping"
+    }
     return {name: TypeAdapter(hint, config=strict) for name, hint in own.items()}
 
 
@@ -53,7 +69,9 @@ def _one_of(kind: str) -> AfterValidator:
     def known(name: str) -> str:
         if name not in OPTIONS[kind]:
             raise PydanticCustomError(
-                "literal_error", "Input should be {expected}", {"expected": " or ".join(map(repr, OPTIONS[kind]))}
+                "literal_error",
+                "Input should be {expected}",
+                {"expected": " or ".join(map(repr, OPTIONS[kind]))},
             )
         return name
 

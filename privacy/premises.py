@@ -85,7 +85,11 @@ def require(premises: Mapping[str, bool]) -> None:
 
 
 def require_premises(
-    plan: PrivacyPlan, clipped: ClippedSum, engine: Engine, micro_batch_size: int, nodes: Sequence[int] = ()
+    plan: PrivacyPlan,
+    clipped: ClippedSum,
+    engine: Engine,
+    micro_batch_size: int,
+    nodes: Sequence[int] = (),
 ) -> None:
     """Requires the premises of a run; of one that claims nothing those of its owners alone. Collective.
 
@@ -97,19 +101,28 @@ def require_premises(
         PrivacyConfigError: on all ranks, in one line that names the first premise that does not hold.
     """
     ranks = collectives.refuse_together(lambda: _of_this_rank(plan, clipped, engine))
-    require({"all ranks have the same step 2^-f, C and owners": len({shared for shared, _ in ranks}) == 1})
+    require(
+        {
+            "all ranks have the same step 2^-f, C and owners": len({shared for shared, _ in ranks})
+            == 1
+        }
+    )
     if not plan.formal_guarantee:
         return
     sampler, charged, divisor = plan.sampler, plan.release_group(1), plan.expected_batch_size
-    assert isinstance(sampler, PoissonSampler) and clipped.exponent is not None  # there is a guarantee
+    assert (
+        isinstance(sampler, PoissonSampler) and clipped.exponent is not None
+    )  # there is a guarantee
     most = sampler.num_examples if sampler.cap is None else sampler.cap
     num_micro_batches = most_micro_batches(sampler, len(ranks), micro_batch_size, nodes, divisor)
     expected = -(-sampler.threshold * sampler.num_examples >> 64)
     require(
         {
             "the cap that is charged is the sampler's": charged.cap == sampler.cap,
-            "the number of examples that is charged is the sampler's": charged.num_examples == sampler.num_examples,
-            f"{most} members of a step have rows": num_micro_batches * micro_batch_size * len(ranks) >= most,
+            "the number of examples that is charged is the sampler's": charged.num_examples
+            == sampler.num_examples,
+            f"{most} members of a step have rows": num_micro_batches * micro_batch_size * len(ranks)
+            >= most,
             "q is rounded up": Fraction(charged.sample_rate) * 2**64 >= sampler.threshold,
             f"sums are divided by B = q n = {expected}, and not by {divisor}": divisor == expected,
         }
@@ -126,10 +139,17 @@ def require_premises(
     require_noised(sums, charged, plan.noise_multiplier, slack)
 
 
-def _of_this_rank(plan: PrivacyPlan, clipped: ClippedSum, engine: Engine) -> tuple[tuple[object, ...], int]:
+def _of_this_rank(
+    plan: PrivacyPlan, clipped: ClippedSum, engine: Engine
+) -> tuple[tuple[object, ...], int]:
     """Returns what all ranks must have alike, and the rows that this one may add."""
     engine.layout.check(engine.shapes)
-    require({"the parameters that are summed are those that get noise": clipped.accumulator.shapes == engine.shapes})
+    require(
+        {
+            "the parameters that are summed are those that get noise": clipped.accumulator.shapes
+            == engine.shapes
+        }
+    )
     grid, unit, n = clipped.grid, clipped.accumulator.unit, Slot.examples
     if unit is not None and plan.formal_guarantee:
         dtype = wide_dtype(engine.compute_dtype)
@@ -139,7 +159,8 @@ def _of_this_rank(plan: PrivacyPlan, clipped: ClippedSum, engine: Engine) -> tup
         fits = not is_split or grid.rows * unit.largest <= LARGEST_SPLIT
         require(
             {
-                f"a sum of {n} examples in {dtype} rounds by at most r C / 4": rounding <= SENSITIVITY_SLACK / 4,
+                f"a sum of {n} examples in {dtype} rounds by at most r C / 4": rounding
+                <= SENSITIVITY_SLACK / 4,
                 f"a sum of {grid.rows:,} rows of at most {unit.largest:,} steps fits into 6 bytes": fits,
             }
         )
@@ -148,7 +169,10 @@ def _of_this_rank(plan: PrivacyPlan, clipped: ClippedSum, engine: Engine) -> tup
 
 
 def require_noised(
-    sums: Sequence[NoisedSum], charged: ReleaseGroup, noise_multiplier: float, sensitivity_slack: float
+    sums: Sequence[NoisedSum],
+    charged: ReleaseGroup,
+    noise_multiplier: float,
+    sensitivity_slack: float,
 ) -> None:
     """Requires of all sums that a step releases that their noise covers them, and is what is charged.
 
@@ -179,6 +203,7 @@ def require_noised(
     require(
         {
             f"noise of all releases is worth sigma = {noise_multiplier:g}": joint * sigma**2 <= off,
-            f"sigma / (1 + {sensitivity_slack:g}) is what is charged": paid <= sigma * ROUNDED_TWICE,
+            f"sigma / (1 + {sensitivity_slack:g}) is what is charged": paid
+            <= sigma * ROUNDED_TWICE,
         }
     )

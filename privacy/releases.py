@@ -18,7 +18,9 @@ class Release(TypedDict):
     sensitivity: float
 
 
-def step_releases(noise_multiplier: float, sensitivity: float, adaptive: AdaptiveClipping | None) -> list[Release]:
+def step_releases(
+    noise_multiplier: float, sensitivity: float, adaptive: AdaptiveClipping | None
+) -> list[Release]:
     """All releases of a step, worth `noise_multiplier` together; the first is the gradient.
 
     Args:

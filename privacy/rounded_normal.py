@@ -143,10 +143,14 @@ def _propose(out: np.ndarray, deviation: float, source: WordSource) -> np.ndarra
     return rejected
 
 
-def _decide_quickly(deviation: float, first: np.ndarray, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _decide_quickly(
+    deviation: float, first: np.ndarray, t: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """(round(deviation Y) as int64, whether these bits tell that it is this integer and kept). Few bits tell most of them."""
     cells = _cells()
-    prefix = (first >> 64 - _PREFIX_BITS).view(np.int64)  # signed, as indices are: others are converted one by one
+    prefix = (first >> 64 - _PREFIX_BITS).view(
+        np.int64
+    )  # signed, as indices are: others are converted one by one
     cell = cells.of_prefix[prefix].astype(np.int64)
     sizes, is_told = _round(_lattice(deviation), cell, t)
     # 1 - exp(-g) <= g < (2 j + 1) T' / (2 m^2) with T' = the first 16 bits of T, and one more, over 2^16.
@@ -161,7 +165,9 @@ def _signed(sizes: np.ndarray, first: np.ndarray) -> np.ndarray:
     return negated
 
 
-def _look_closer(deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, source: WordSource) -> np.ndarray:
+def _look_closer(
+    deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, source: WordSource
+) -> np.ndarray:
     """(n,) int64: round(deviation Y) or REJECTED, by all the bits that were drawn, and by more where these do not tell."""
     cells = _cells()
     cell = np.searchsorted(cells.above, u, side="right") - 1
@@ -170,7 +176,10 @@ def _look_closer(deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, 
     # 2^31 g for both ends of the first 26 bits of T, rounded downward and upward. Cells are below 2^9: products are below 2^63.
     t_26, two_cells = t >> 38, cell.astype(np.uint64) << 27
     shift = 2 * 26 + 2 * _M_BITS + 1 - _V_BITS
-    least, most = (two_cells + t_26) * t_26 >> shift, ((two_cells + t_26 + 1) * (t_26 + 1) >> shift) + 1
+    least, most = (
+        (two_cells + t_26) * t_26 >> shift,
+        ((two_cells + t_26 + 1) * (t_26 + 1) >> shift) + 1,
+    )
     # g - g^2 / 2 <= 1 - exp(-g) <= g - g^2 / 2 + g^3 / 6; both bounds grow with g below 1, and g is below 1/8. Each quotient is
     # rounded to the side of its bound.
     square = most * most >> _V_BITS
@@ -178,15 +187,22 @@ def _look_closer(deviation: float, u: np.ndarray, t: np.ndarray, v: np.ndarray, 
     rejected = v + 1 <= least - np.minimum(least, (least * least >> _V_BITS + 1) + 1)
     values[rejected] = REJECTED
     told = in_cell & (rejected | kept & rounded)
-    for i in np.flatnonzero(~told):  # the numbers begin with these 32, 64 and 31 bits and go on with the source's
+    for i in np.flatnonzero(
+        ~told
+    ):  # the numbers begin with these 32, 64 and 31 bits and go on with the source's
         known = [(int(u[i]), _U_BITS), (int(t[i]), _T_BITS), (int(v[i]), _V_BITS)]
         for _ in range(_MOST_LOOKS):
             if (value := decide(deviation, *known)) != UNDECIDED:
                 break
             more = source.uniform_words(3)
-            known = [((bits << 64) + int(word), size + 64) for (bits, size), word in zip(known, more, strict=True)]
+            known = [
+                ((bits << 64) + int(word), size + 64)
+                for (bits, size), word in zip(known, more, strict=True)
+            ]
         else:
-            raise RuntimeError("the source of entropy is broken: a thousand of its bits decide nothing")
+            raise RuntimeError(
+                "the source of entropy is broken: a thousand of its bits decide nothing"
+            )
         values[i] = value
     return values
 
@@ -253,7 +269,12 @@ def _round(lattice: _Lattice, cell: np.ndarray, t: np.ndarray) -> tuple[np.ndarr
     high, low = t >> 32, t & 0xFFFF_FFFF
     # The sum is too small by less than 6 units of 2^-bits: two floors, the product of the lower halves and the cut fraction take
     # away less than 1 each, the bits of T after t and of the slope after `bits` less than 3/2 together.
-    moved = high * slope_high + (high * slope_low >> 32) + (low * slope_high >> 32) + lattice.fraction[cell]
+    moved = (
+        high * slope_high
+        + (high * slope_low >> 32)
+        + (low * slope_high >> 32)
+        + lattice.fraction[cell]
+    )
     carried = moved >> lattice.bits
     return lattice.whole[cell] + carried.view(np.int64), carried == moved + 6 >> lattice.bits
 
@@ -280,7 +301,9 @@ def _cells() -> _Cells:
     cell = np.searchsorted(above, prefixes << _U_BITS - _PREFIX_BITS, side="right") - 1
     known = prefixes + 1 << _U_BITS - _PREFIX_BITS <= below[cell + 1]
     slope = np.append(8 * np.arange(len(above)) + 4, 1 << _V_BITS).astype(np.uint64)
-    of_prefix = np.where(known, cell, len(above)).astype(np.int16)  # a table that stays in the cache
+    of_prefix = np.where(known, cell, len(above)).astype(
+        np.int16
+    )  # a table that stays in the cache
     return _Cells(below, above, of_prefix, slope)
 
 

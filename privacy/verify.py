@@ -37,7 +37,9 @@ if __name__ == "__main__":
     # Modules that lie next to this file are part of what is judged, so nothing is imported from there.
     _names = (os.path.abspath(__file__), os.path.realpath(__file__))
     _beside = {os.path.realpath(os.path.dirname(name)) for name in _names}
-    sys.path[:] = [place for place in sys.path if os.path.realpath(place or os.curdir) not in _beside]
+    sys.path[:] = [
+        place for place in sys.path if os.path.realpath(place or os.curdir) not in _beside
+    ]
 
 # Hence no `from __future__`, which is a file too and would be looked for first; os is loaded before any script.
 import argparse
@@ -70,12 +72,28 @@ HAIR, FP32, PUBLISHED = 1e-9, 1e-7, 2.0**-23 + 6e-9
 ledger: half a step of fp32 by rounding, half by its shortest decimal, and the ledger's nine digits."""
 LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
 """How often true noise is refuted; by what norms are raised for rounding; below how many coordinates quantiles are exact."""
-NORM, FRACTION, BOUND = "optimizer/noised_grad_norm", "privacy/noised_unclipped_fraction", "privacy/clipping_bound"
+NORM, FRACTION, BOUND = (
+    "optimizer/noised_grad_norm",
+    "privacy/noised_unclipped_fraction",
+    "privacy/clipping_bound",
+)
 HELDOUT = {"loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy"}
 HELDOUT |= {f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")}
-METRICS = {NORM, FRACTION, BOUND, "step", "attempt", "optimizer/lr", "privacy/epsilon", "privacy/charged_attempts"}
+METRICS = {
+    NORM,
+    FRACTION,
+    BOUND,
+    "step",
+    "attempt",
+    "optimizer/lr",
+    "privacy/epsilon",
+    "privacy/charged_attempts",
+}
 METRICS |= {f"heldout/{name}" for name in HELDOUT}
-NAMES = {"metrics.jsonl": METRICS, "evaluation/heldout.jsonl": {"step", "attempt", "captions", *HELDOUT}}
+NAMES = {
+    "metrics.jsonl": METRICS,
+    "evaluation/heldout.jsonl": {"step", "attempt", "captions", *HELDOUT},
+}
 """All that a run publishes: of noised sums, the ledger, the schedule, and held-out data that somebody declared public."""
 FINE, SMALLEST_DELTA, LARGE = 1e-4, 1e-12, 50.0
 """Privacy loss distributions have this grid, are not trusted below this delta, and have a coarser grid above this epsilon."""
@@ -106,7 +124,9 @@ def open_plain(path: Path, largest: int) -> int:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{shown(path)}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise BadInput(
+            f"{shown(path)}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode) and status.st_size <= largest:
         return descriptor
@@ -168,12 +188,18 @@ def shown_list(names: list[str]) -> str:
 
 def printable(text: str) -> str:
     """The text on one line; no name of a file can add a line of its own to what is printed."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
 
 
 def rounded_up(value: float) -> str:
     """An epsilon as text, never below its value."""
-    return "inf" if math.isinf(value) else f"{math.ceil(Fraction(repr(float(value))) * 1000) / 1000:.3f}"
+    return (
+        "inf"
+        if math.isinf(value)
+        else f"{math.ceil(Fraction(repr(float(value))) * 1000) / 1000:.3f}"
+    )
 
 
 def require(condition: bool, sentence: str) -> None:
@@ -195,7 +221,9 @@ def is_whole(value: object, least: int = 0, most: int = MOST) -> bool:
 
 
 def whole(record: dict[str, Any], name: str, least: int = 0, most: int = MOST) -> int:
-    require(is_whole(record.get(name), least, most), f"{name} must be an integer from {least} to {most}")
+    require(
+        is_whole(record.get(name), least, most), f"{name} must be an integer from {least} to {most}"
+    )
     return int(record[name])
 
 
@@ -214,18 +242,42 @@ head of version 0.1, which were not rounded to steps."""
 CHOICES: dict[str, dict[str, str | None]] = {
     "adjacency": {"zero_out": None},
     "sampling": {"poisson": None, "shuffle": "sampling is 'shuffle', not Poisson"},
-    "clipping_function": dict.fromkeys(("flat", "automatic", "per_layer", "grouped")),  # all keep the sum within C
+    "clipping_function": dict.fromkeys(
+        ("flat", "automatic", "per_layer", "grouped")
+    ),  # all keep the sum within C
     "arithmetic": dict.fromkeys(("floating", "certified")),
 }
 """What a plan may choose, and the reason why nothing can be claimed then, if there is one."""
 ANY = (1e-300, 1e300)
-ADAPTIVE = {"target_unclipped_quantile": (0, 1), "clipbound_learning_rate": ANY, "unclipped_num_std": ANY}
+ADAPTIVE = {
+    "target_unclipped_quantile": (0, 1),
+    "clipbound_learning_rate": ANY,
+    "unclipped_num_std": ANY,
+}
 """The numbers of adaptive clipping, with their ranges."""
 PLAN_FIELDS = {
-    "num_examples", "expected_batch_size", "num_steps", "target_epsilon", "max_grad_norm", "clipping_function", "arithmetic",
-    "adaptive_clipping", "lattice_exponent", "sensitivity_slack", "enabled", "sampling", "informal_reasons", "noise_multiplier",
-    "target_delta", "reserved_attempts", "cap", "sample_rate", "sampling_threshold", "adjacency", "formal_guarantee",
-}  # fmt: skip
+    "num_examples",
+    "expected_batch_size",
+    "num_steps",
+    "target_epsilon",
+    "max_grad_norm",
+    "clipping_function",
+    "arithmetic",
+    "adaptive_clipping",
+    "lattice_exponent",
+    "sensitivity_slack",
+    "enabled",
+    "sampling",
+    "informal_reasons",
+    "noise_multiplier",
+    "target_delta",
+    "reserved_attempts",
+    "cap",
+    "sample_rate",
+    "sampling_threshold",
+    "adjacency",
+    "formal_guarantee",
+}
 NOISE_KIND = "noise_kind"
 """A further field, "rounded": noise is whole steps of the sums, as the accountant's Gaussian rounded to them.
 Ledgers of version 0.1 lack it: there noise was made of doubles, but for certified arithmetic."""
@@ -271,21 +323,34 @@ class Plan:
         most 2^36 coordinates of a vector of norm j that is at most j 2^18 g'(0) + g(j). An example moves a step that it is in by
         a vector of norm 1. Rounded noise is exact and has no edge.
         """
-        if self.reasons or self.fields.get("arithmetic") == "certified" or NOISE_KIND in self.fields:
+        if (
+            self.reasons
+            or self.fields.get("arithmetic") == "certified"
+            or NOISE_KIND in self.fields
+        ):
             return 0.0
         edge, one = math.sqrt(128 * math.log(2)), self.releases(self["most_charges"])
         slope = math.exp(-edge * edge / 2) / math.sqrt(2 * math.pi) * 2**18
 
         def passes(drawn: int) -> float:
             shift = drawn / self.accounted
-            return slope * shift + math.erfc((edge - shift) / math.sqrt(2)) / 2 if edge - shift > 1 else 1.0
+            return (
+                slope * shift + math.erfc((edge - shift) / math.sqrt(2)) / 2
+                if edge - shift > 1
+                else 1.0
+            )
 
         cuts = 0.0
         if one.cap is not None:
             from scipy.stats import binom  # comes with dp-accounting
 
             # An example that pushes another one out of a batch that is cut moves its sum by up to 2.
-            cuts = one.rate * one.releases * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate)) * passes(2)
+            cuts = (
+                one.rate
+                * one.releases
+                * float(binom.sf(one.cap - 1, one.num_examples - 1, one.rate))
+                * passes(2)
+            )
         return min(1.0, cuts + one.rate * one.releases * passes(1))
 
 
@@ -299,11 +364,17 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     odd = sorted(fields.keys() - {NOISE_KIND} ^ PLAN_FIELDS)
     require(not odd, f"the frozen plan lacks {shown(odd[:1])}, or this verifier does not know it")
     rounded = NOISE_KIND in fields
-    require(fields.get(NOISE_KIND, "rounded") == "rounded", "noise_kind must be rounded: no other is known")
+    require(
+        fields.get(NOISE_KIND, "rounded") == "rounded",
+        "noise_kind must be rounded: no other is known",
+    )
     n = whole(fields, "num_examples", 1)
     batch, steps = whole(fields, "expected_batch_size", 1, n), whole(fields, "num_steps", 1)
     reserve, sigma = whole(fields, "reserved_attempts"), number(fields, "noise_multiplier", 0, 1e4)
-    bound, delta = number(fields, "max_grad_norm", 1e-12, 1e12), number(fields, "target_delta", 1e-300, 1 - 1e-9)
+    bound, delta = (
+        number(fields, "max_grad_norm", 1e-12, 1e12),
+        number(fields, "target_delta", 1e-300, 1 - 1e-9),
+    )
     cap = None if fields["cap"] is None else whole(fields, "cap", 1)
     if fields["target_epsilon"] is not None:
         number(fields, "target_epsilon", 1e-12, 1e12)
@@ -315,47 +386,87 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     certified, floating = fields["arithmetic"] == "certified", fields["arithmetic"] == "floating"
     slack = SLACK["head" if head and floating and not rounded else fields["arithmetic"]]
     stated = number(fields, "sensitivity_slack", 0, 1e-3)
-    require(stated == slack or not sigma, f"sensitivity_slack must be {slack:g}: as much as rounding moves")
+    require(
+        stated == slack or not sigma,
+        f"sensitivity_slack must be {slack:g}: as much as rounding moves",
+    )
     exponent = None
     if certified:  # sums and noise are multiples of 2^-f, the finest on which an entry has 32 bits and a sum 63
         exponent, deviation = 32 - math.frexp(bound)[1], Fraction(sigma) * Fraction(bound)
         largest = (min(n, cap or n) + 1) * Fraction(bound) + 64 * deviation
-        while largest * Fraction(2) ** exponent > 2**62 or deviation * Fraction(2) ** exponent > 2**49:
+        while (
+            largest * Fraction(2) ** exponent > 2**62 or deviation * Fraction(2) ** exponent > 2**49
+        ):
             exponent -= 1
-    require(equal(fields["lattice_exponent"], exponent), f"lattice_exponent is not {exponent}, as C, cap and noise are")
+    require(
+        equal(fields["lattice_exponent"], exponent),
+        f"lattice_exponent is not {exponent}, as C, cap and noise are",
+    )
     adaptive = fields["adaptive_clipping"]
     if adaptive is not None:
         flat = adaptive.keys() == ADAPTIVE.keys() and fields["clipping_function"] == "flat"
         require(flat, f"adaptive clipping is flat, and has {', '.join(ADAPTIVE)}")
         for name, (least, most) in ADAPTIVE.items():
             number(adaptive, name, least, most)
-        require(2 * adaptive["unclipped_num_std"] > sigma, "unclipped_num_std leaves no noise to the gradient")
+        require(
+            2 * adaptive["unclipped_num_std"] > sigma,
+            "unclipped_num_std leaves no noise to the gradient",
+        )
 
     threshold = batch * 2**64 // n
-    require(fields["sampling_threshold"] == str(threshold), f"sampling_threshold is not B 2^64 / n = {threshold}")
+    require(
+        fields["sampling_threshold"] == str(threshold),
+        f"sampling_threshold is not B 2^64 / n = {threshold}",
+    )
     exact = Fraction(threshold, 2**64)
     rate = float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
-    require(fields["sample_rate"] == rate, f"sample_rate is not {rate!r}, which is B / n rounded up")
-    usual = None if fields["sampling"] == "shuffle" else min(n, math.ceil(batch + 8 * math.sqrt(batch)))
-    require(head or not fields["enabled"] or cap is None or cap <= n, f"cap {cap} is above the number of examples")
+    require(
+        fields["sample_rate"] == rate, f"sample_rate is not {rate!r}, which is B / n rounded up"
+    )
+    usual = (
+        None if fields["sampling"] == "shuffle" else min(n, math.ceil(batch + 8 * math.sqrt(batch)))
+    )
+    require(
+        head or not fields["enabled"] or cap is None or cap <= n,
+        f"cap {cap} is above the number of examples",
+    )
     full = batch == n and cap is None and fields["sampling"] == "poisson"
-    require(full or not head, "a private head takes all examples in every step, and this plan does not")
+    require(
+        full or not head, "a private head takes all examples in every step, and this plan does not"
+    )
 
     informal = fields["informal_reasons"]
-    require(isinstance(informal, list) and all(isinstance(why, str) for why in informal), "informal_reasons are words")
+    require(
+        isinstance(informal, list) and all(isinstance(why, str) for why in informal),
+        "informal_reasons are words",
+    )
     reasons = [] if fields["enabled"] else ["privacy is disabled (privacy.enabled = false)"]
     reasons += ["the noise multiplier is 0"] if fields["enabled"] and sigma == 0 else []
-    reasons += [why for name, known in CHOICES.items() if (why := known[fields[name]]) is not None] + informal
-    require(fields["formal_guarantee"] == (not reasons), "formal_guarantee does not follow from the rest of the plan")
+    reasons += [
+        why for name, known in CHOICES.items() if (why := known[fields[name]]) is not None
+    ] + informal
+    require(
+        fields["formal_guarantee"] == (not reasons),
+        "formal_guarantee does not follow from the rest of the plan",
+    )
     most = steps + reserve
-    plan = Plan({**fields, "usual_cap": usual, "most_charges": most}, rate, sigma / (1 + stated), tuple(reasons))
+    plan = Plan(
+        {**fields, "usual_cap": usual, "most_charges": most},
+        rate,
+        sigma / (1 + stated),
+        tuple(reasons),
+    )
     require(most <= MOST and plan.noise_tail() < delta, "delta is below the tail of the noise")
     return plan
 
 
 def check_step(opened: dict[str, Any], plan: Plan) -> None:
     """The step 2^-f of sums and noise is coarse enough to draw noise in it, and fine enough for what rounding may move."""
-    sigma, bound, adaptive = plan["noise_multiplier"], plan["max_grad_norm"], plan["adaptive_clipping"]
+    sigma, bound, adaptive = (
+        plan["noise_multiplier"],
+        plan["max_grad_norm"],
+        plan["adaptive_clipping"],
+    )
     exponent, coordinates = opened.get("sum_exponent"), opened.get("noised_coordinates")
     if NOISE_KIND not in plan.fields:
         require(exponent is None, "sum_exponent is stated for noise that was not rounded")
@@ -368,8 +479,13 @@ def check_step(opened: dict[str, Any], plan: Plan) -> None:
     if plan["arithmetic"] == "certified":
         require(equal(exponent, plan["lattice_exponent"]), "sum_exponent is not lattice_exponent")
         return
-    fine = coordinates is None or coordinates * 4**13 <= Fraction(4) ** exponent * Fraction(bound) ** 2
-    require(fine, f"rounding to steps of 2^-{exponent} moves {coordinates} coordinates by more than 2^-13 C")
+    fine = (
+        coordinates is None or coordinates * 4**13 <= Fraction(4) ** exponent * Fraction(bound) ** 2
+    )
+    require(
+        fine,
+        f"rounding to steps of 2^-{exponent} moves {coordinates} coordinates by more than 2^-13 C",
+    )
     most = min(plan["num_examples"], plan["cap"] or plan["num_examples"])
     require_room(most, bound * (1 + SLACK["floating"]), exponent)
     if adaptive is not None:
@@ -406,23 +522,44 @@ def check_steps_of_head(opened: dict[str, Any], plan: Plan, releases: list[Any])
 def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, float]:
     """Every intent states the planned noise for the planned sensitivity; returns C, and the noise of the gradient."""
     require(1 <= len(releases) <= 1000, "an intent lists its releases")
-    known = all(isinstance(one, dict) and one.keys() == {"name", "std", "sensitivity"} for one in releases)
-    require(known and all(isinstance(one["name"], str) for one in releases), "a release has name, std and sensitivity")
-    stated = [(one["name"], number(one, "std", 0, 1e300), number(one, "sensitivity", *ANY)) for one in releases]
-    sigma, bound, adaptive = plan["noise_multiplier"], plan["max_grad_norm"], plan["adaptive_clipping"]
+    known = all(
+        isinstance(one, dict) and one.keys() == {"name", "std", "sensitivity"} for one in releases
+    )
+    require(
+        known and all(isinstance(one["name"], str) for one in releases),
+        "a release has name, std and sensitivity",
+    )
+    stated = [
+        (one["name"], number(one, "std", 0, 1e300), number(one, "sensitivity", *ANY))
+        for one in releases
+    ]
+    sigma, bound, adaptive = (
+        plan["noise_multiplier"],
+        plan["max_grad_norm"],
+        plan["adaptive_clipping"],
+    )
     if head:  # several Gaussian releases of one sample are one, with 1 / sigma^2 = sum of (sensitivity / std)^2
-        joint = math.hypot(*(sensitivity / std if std else math.inf for _, std, sensitivity in stated))
+        joint = math.hypot(
+            *(sensitivity / std if std else math.inf for _, std, sensitivity in stated)
+        )
         noise = 1 / joint if joint else math.inf
         require(math.isclose(noise, sigma, rel_tol=1e-9), f"the noise is not the planned {sigma:g}")
         return bound, 0.0
     planned = [("gradient", sigma * bound, bound)]
-    if adaptive is not None:  # C moves within a factor of 10^4; a noised count of unclipped examples shares sigma
+    if (
+        adaptive is not None
+    ):  # C moves within a factor of 10^4; a noised count of unclipped examples shares sigma
         first, bound = bound, stated[0][2]
         require(first / 1e4 <= bound <= first * 1e4, f"C = {bound:g} is outside of its range")
         count_std = adaptive["unclipped_num_std"]
-        planned = [("gradient", sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2) * bound, bound)]
+        planned = [
+            ("gradient", sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2) * bound, bound)
+        ]
         planned += [("unclipped_count", count_std, 0.5)]
-    require([name for name, *_ in stated] == [name for name, *_ in planned], "other releases than the plan has")
+    require(
+        [name for name, *_ in stated] == [name for name, *_ in planned],
+        "other releases than the plan has",
+    )
     for (name, *theirs), (_, *ours) in zip(stated, planned, strict=True):
         agree = all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True))
         said, meant = (f"{std:g}, {sensitivity:g}" for std, sensitivity in (theirs, ours))
@@ -443,33 +580,62 @@ def is_norm(value: Any) -> bool:
 def is_share(value: Any) -> bool:
     """Finds the owner of coordinates whose norm is the smallest beside its noise."""
     known = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
-    return known and is_whole(value["owners"], 2) and is_whole(value["coordinates"], 1) and is_norm(value["norm"])
+    return (
+        known
+        and is_whole(value["owners"], 2)
+        and is_whole(value["coordinates"], 1)
+        and is_norm(value["norm"])
+    )
 
 
 FIELDS: dict[str, dict[str, Kind]] = {
     "open": {
-        "format": functools.partial(is_whole, least=1, most=1), "plan": dict, "key_commitment": is_hex, "data_hmac?": is_hex,
-        "commit?": str, "accountant?": str, "unit?": str, "tuning?": str, "deduplication?": str, "head?": dict, "behind?": list,
-        "shared_ledger?": lambda value: value is None or is_hex(value), "disjoint_from_start?": bool,
+        "format": functools.partial(is_whole, least=1, most=1),
+        "plan": dict,
+        "key_commitment": is_hex,
+        "data_hmac?": is_hex,
+        "commit?": str,
+        "accountant?": str,
+        "unit?": str,
+        "tuning?": str,
+        "deduplication?": str,
+        "head?": dict,
+        "behind?": list,
+        "shared_ledger?": lambda value: value is None or is_hex(value),
+        "disjoint_from_start?": bool,
         "max_examples_per_owner?": lambda value: value is None or is_whole(value, 1),
         "noised_coordinates?": lambda value: value is None or is_whole(value, 1),
-        "sum_exponent?": lambda value: value is None or is_whole(value, -200, 200), "sum_exponents?": dict,
+        "sum_exponent?": lambda value: value is None or is_whole(value, -200, 200),
+        "sum_exponents?": dict,
     },
     "session": {
-        "nonce": functools.partial(is_hex, digits=32), "mirror": bool, "environment": dict, "restarted_from_step_0?": bool,
-        "shared_seq?": is_whole, "shared_hash?": is_hex,
+        "nonce": functools.partial(is_hex, digits=32),
+        "mirror": bool,
+        "environment": dict,
+        "restarted_from_step_0?": bool,
+        "shared_seq?": is_whole,
+        "shared_hash?": is_hex,
     },
     "intent": {"step": is_whole, "attempt": is_whole, "releases": list},
     "done": {
-        "step": is_whole, "attempt": is_whole, "noised_norm?": is_norm, "noised_fraction?": is_norm, "smallest_share?": is_share,
+        "step": is_whole,
+        "attempt": is_whole,
+        "noised_norm?": is_norm,
+        "noised_fraction?": is_norm,
+        "smallest_share?": is_share,
     },
     "checkpoint": {"step": is_whole, "path": str, "digest": is_hex},
     "repair": {"torn_lines": is_whole, "charged": is_whole},
-    "close": {"reason": lambda value: value in ("finished", "budget_spent", "stopped"), "num_charged": is_whole},
-}  # fmt: skip
+    "close": {
+        "reason": lambda value: value in ("finished", "budget_spent", "stopped"),
+        "num_charged": is_whole,
+    },
+}
 """What a line states besides its header (`?`: may be missing); anything else would be believed, and checked by nothing."""
 CHECKED = {"format", "plan", "key_commitment", "behind", "nonce", "step", "attempt"}
-LOOSE = {name.rstrip("?") for kind in ("open", "session", "done") for name in FIELDS[kind]} - CHECKED | {"reason"}
+LOOSE = {
+    name.rstrip("?") for kind in ("open", "session", "done") for name in FIELDS[kind]
+} - CHECKED | {"reason"}
 """Those of them that nothing here can check; norms may be larger, and the number of coordinates smaller."""
 BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_whole, "hash": is_hex}
 """How `open` names the ledger of a private run behind the initial weights."""
@@ -489,17 +655,31 @@ def record_in(line: bytes) -> dict[str, Any]:
     """The record of a line, which is written as every program writes it: other bytes would be other hashes of one content."""
     try:
         record = parsed(line)
-        require(isinstance(record, dict) and list(record)[:4] == list(HEADER), "it is no ledger record")
-        header, rest = ({name: record[name] for name in record if (name in HEADER) == first} for first in (True, False))
-        ordered = json.loads(json.dumps(rest, sort_keys=True))  # nested objects too, and the header stays in front
-        canonical = json.dumps({**header, **ordered}, separators=(",", ":"), allow_nan=False).encode()
+        require(
+            isinstance(record, dict) and list(record)[:4] == list(HEADER), "it is no ledger record"
+        )
+        header, rest = (
+            {name: record[name] for name in record if (name in HEADER) == first}
+            for first in (True, False)
+        )
+        ordered = json.loads(
+            json.dumps(rest, sort_keys=True)
+        )  # nested objects too, and the header stays in front
+        canonical = json.dumps(
+            {**header, **ordered}, separators=(",", ":"), allow_nan=False
+        ).encode()
         if b"\\ud" in line:
-            json.dumps(record, ensure_ascii=False).encode()  # half of a character is an error, and no text
+            json.dumps(
+                record, ensure_ascii=False
+            ).encode()  # half of a character is an error, and no text
     except (ValueError, RecursionError) as error:
         raise Violated(f"it is no ledger record: {shown(error)}") from error
     require(canonical == line, "it is not in canonical form")
     words = all(isinstance(record[name], str) for name in HEADER[1:])
-    require(words and type(record["seq"]) is int, "number, type, time and hash of the line before have other types")
+    require(
+        words and type(record["seq"]) is int,
+        "number, type, time and hash of the line before have other types",
+    )
     return dict(record)
 
 
@@ -567,7 +747,9 @@ class Ledger:
 
     def take_torn(self) -> None:
         """An attempt may have been under way wherever one could stand; then the torn line is charged as one."""
-        require(bool(self.hashes) and self.closed is None, "a torn line where no line can be written")
+        require(
+            bool(self.hashes) and self.closed is None, "a torn line where no line can be written"
+        )
         room = not self.plan["formal_guarantee"] or self.charged() < self.plan["most_charges"]
         between = self.active and self.pending is None and not self.waiting
         may_be = between and room and (self.position or 0) < self.plan["num_steps"]
@@ -580,17 +762,28 @@ class Ledger:
         seq, kind = len(self.hashes), record["type"]
         require(record["seq"] == seq, f"its number is not {seq}")
         previous = self.hashes[-1] if seq else "0" * 64
-        require(record["previous"] == previous, "the chain of hashes is broken: it does not continue the line before")
+        require(
+            record["previous"] == previous,
+            "the chain of hashes is broken: it does not continue the line before",
+        )
         require(kind in FIELDS, f"unknown record type {kind[:40]}")
         body = {name: value for name, value in record.items() if name not in HEADER}
         check_fields(body, FIELDS[kind], f"`{kind}`")
         require((kind == "open") == (seq == 0), "the first record, and no other, is `open`")
         require(self.closed is None, "a record after `close`")
-        require((kind == "repair") == bool(self.waiting), "a `repair` follows torn lines, and nothing else does")
-        require(self.active or kind not in ("intent", "checkpoint"), f"`{kind}` outside of a session")
+        require(
+            (kind == "repair") == bool(self.waiting),
+            "a `repair` follows torn lines, and nothing else does",
+        )
+        require(
+            self.active or kind not in ("intent", "checkpoint"), f"`{kind}` outside of a session"
+        )
         self.loose |= body.keys() & LOOSE
         time = self.opened.get("time_utc", record["time_utc"])
-        require(record["time_utc"] == time, "its time is not that of the first line, which all lines repeat")
+        require(
+            record["time_utc"] == time,
+            "its time is not that of the first line, which all lines repeat",
+        )
         step, plan = record.get("step", 0), self.plan
         match kind:
             case "open":
@@ -600,34 +793,61 @@ class Ledger:
                 require(len(self.behind) <= 100, "`behind` lists more than 100 ledgers")
                 for place in self.behind:
                     check_fields(place, BEHIND, "`behind`")
-                    named = re.fullmatch(r"behind/ledger-[0-9]{1,3}\.jsonl", place["file"]) and place["lines"]
+                    named = (
+                        re.fullmatch(r"behind/ledger-[0-9]{1,3}\.jsonl", place["file"])
+                        and place["lines"]
+                    )
                     require(bool(named), "`behind` names no ledger")
             case "session":
-                require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
-                require(("shared_seq" in record) == ("shared_hash" in record), "half of a line of a shared ledger")
+                require(
+                    record["nonce"] not in self.nonces,
+                    "the session nonce was used before: coins would repeat",
+                )
+                require(
+                    ("shared_seq" in record) == ("shared_hash" in record),
+                    "half of a line of a shared ledger",
+                )
                 self.recorded = None if record.get("restarted_from_step_0") else self.recorded
                 self.reached.append((seq, 0 if self.recorded is None else None))
                 self.nonces.add(record["nonce"])
                 self.active, self.pending, self.position = True, None, None
             case "intent":
-                require(1 <= step <= plan["num_steps"], f"step must be an integer from 1 to {plan['num_steps']}")
+                require(
+                    1 <= step <= plan["num_steps"],
+                    f"step must be an integer from 1 to {plan['num_steps']}",
+                )
                 if self.pending is not None:
-                    require(step == self.pending[0], f"step {step} begins while step {self.pending[0]} is not done")
+                    require(
+                        step == self.pending[0],
+                        f"step {step} begins while step {self.pending[0]} is not done",
+                    )
                 elif self.position is not None:
-                    require(step == self.position + 1, f"step {step} does not follow step {self.position}")
+                    require(
+                        step == self.position + 1,
+                        f"step {step} does not follow step {self.position}",
+                    )
                 else:
-                    require(step <= self.furthest + 1, f"step {step} skips step {self.furthest + 1}")
+                    require(
+                        step <= self.furthest + 1, f"step {step} skips step {self.furthest + 1}"
+                    )
                 attempt, after = record["attempt"], self.attempts[step]
-                require(attempt == after, f"attempt {attempt} of step {step}, where {after} is next")
+                require(
+                    attempt == after, f"attempt {attempt} of step {step}, where {after} is next"
+                )
                 bound, std = check_releases(plan, "head" in self.opened, record["releases"])
                 check_steps_of_head(self.opened, plan, record["releases"])
-                require(step != 1 or bound == plan["max_grad_norm"], "C does not start at the plan's")
+                require(
+                    step != 1 or bound == plan["max_grad_norm"], "C does not start at the plan's"
+                )
                 self.released.append((step, bound, std, {}))
                 self.attempts[step] += 1
                 self.pending = (step, attempt)
                 self.charges.append(seq)
             case "done":
-                require((step, record["attempt"]) == self.pending, "`done` without its intent just before")
+                require(
+                    (step, record["attempt"]) == self.pending,
+                    "`done` without its intent just before",
+                )
                 self.position, self.pending, self.furthest = step, None, max(self.furthest, step)
                 self.done.append((seq, step))
                 self.released[-1][-1].update(record)
@@ -635,15 +855,25 @@ class Ledger:
             case "checkpoint":
                 require(step <= self.furthest, f"a checkpoint of step {step}, which is not done")
                 name = record["path"]
-                require(name == f"step-{step:08d}", f"a checkpoint of step {step} has the name {shown(name)}")
+                require(
+                    name == f"step-{step:08d}",
+                    f"a checkpoint of step {step} has the name {shown(name)}",
+                )
                 self.checkpoints.append((seq, step, record["digest"]))
                 self.recorded = step
             case "repair":
-                same = (record["torn_lines"], record["charged"]) == (len(self.waiting), sum(self.waiting))
+                same = (record["torn_lines"], record["charged"]) == (
+                    len(self.waiting),
+                    sum(self.waiting),
+                )
                 require(same, "the repair does not match the torn lines before it")
                 self.waiting, self.active, self.pending, self.position = [], False, None, None
             case "close":
-                ended = self.furthest == plan["num_steps"] or not plan["enabled"] or record["reason"] != "finished"
+                ended = (
+                    self.furthest == plan["num_steps"]
+                    or not plan["enabled"]
+                    or record["reason"] != "finished"
+                )
                 require(ended, f"the run finished after step {self.furthest}")
                 same = record["num_charged"] == self.charged()
                 require(same, f"`close` states other charges than {self.charged()}")
@@ -656,7 +886,9 @@ def read_ledger(path: Path) -> Ledger:
     try:
         for raw in lines_of(path):
             line = raw.removesuffix(b"\n")
-            if raw == line:  # a crash, or a write that is under way: the next start of the program marks it as torn
+            if (
+                raw == line
+            ):  # a crash, or a write that is under way: the next start of the program marks it as torn
                 ledger.take_torn()
                 ledger.unterminated = True
                 break
@@ -691,10 +923,21 @@ def epsilon(groups: list[Group], delta: float) -> float:
             grid = FINE if upper <= LARGE else FINE * 10 ** math.ceil(math.log10(upper / LARGE))
             value = float(composed(tuple(groups), grid).get_epsilon_for_delta(delta))
             fine = grid == FINE or value > LARGE
-            return value if fine else float(composed(tuple(groups), FINE).get_epsilon_for_delta(delta))
-    except (MemoryError, OverflowError, ValueError, ArithmeticError) as error:  # of numbers that no sensible plan has
-        raise Undecided(f"epsilon cannot be computed here: {type(error).__name__}: {shown(error)}") from error
-    raise Undecided("epsilon is so large that none is computed: it protects nobody; or delta is below 1e-12")
+            return (
+                value if fine else float(composed(tuple(groups), FINE).get_epsilon_for_delta(delta))
+            )
+    except (
+        MemoryError,
+        OverflowError,
+        ValueError,
+        ArithmeticError,
+    ) as error:  # of numbers that no sensible plan has
+        raise Undecided(
+            f"epsilon cannot be computed here: {type(error).__name__}: {shown(error)}"
+        ) from error
+    raise Undecided(
+        "epsilon is so large that none is computed: it protects nobody; or delta is below 1e-12"
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -703,7 +946,9 @@ def renyi(groups: tuple[Group, ...], delta: float) -> float:
     from dp_accounting import NeighboringRelation, dp_event
     from dp_accounting.rdp import RdpAccountant
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Renyi orders that are left out keep the bound sound
+    logging.getLogger("absl").setLevel(
+        logging.ERROR
+    )  # Renyi orders that are left out keep the bound sound
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_SPECIAL)
     for group in groups:
         gaussian = dp_event.GaussianDpEvent(group.sigma)
@@ -717,7 +962,10 @@ def one_release(rate: float, sigma: float, num_examples: int, cap: int | None, g
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    how = {"value_discretization_interval": grid, "neighboring_relation": NeighboringRelation.REPLACE_SPECIAL}
+    how = {
+        "value_discretization_interval": grid,
+        "neighboring_relation": NeighboringRelation.REPLACE_SPECIAL,
+    }
     if cap is None:
         return pld.from_gaussian_mechanism(sigma, sampling_prob=rate, **how)
     return pld.from_truncated_subsampled_gaussian_mechanism(num_examples, rate, cap, sigma, **how)
@@ -765,13 +1013,20 @@ def check_files(folder: Folder) -> str:
         for entry in sorted([*folders, *files]):
             path = Path(root) / entry
             place, mode = str(path.relative_to(folder.path)), path.lstat().st_mode
-            require(stat.S_ISREG(mode) or stat.S_ISDIR(mode), f"{shown(place)} is a link or a device: no run has any")
+            require(
+                stat.S_ISREG(mode) or stat.S_ISDIR(mode),
+                f"{shown(place)} is a link or a device: no run has any",
+            )
             code = entry.endswith((".py", ".pyc", ".pyd", ".so")) and entry != "verify.py"
             code = top and (code or os.path.lexists(path / "__init__.py"))
-            require(not code, f"{shown(place)} is code, which no run writes here: python may run it")
+            require(
+                not code, f"{shown(place)} is code, which no run writes here: python may run it"
+            )
             foreign = place.startswith("behind/") and place not in named
             require(not foreign, f"{shown(place)} is no ledger that ledger.jsonl names")
-        folders[:] = sorted(name for name in folders if not (top and name == "private"))  # which is not published
+        folders[:] = sorted(
+            name for name in folders if not (top and name == "private")
+        )  # which is not published
     return "no other code, no link, and no ledger that ledger.jsonl does not name"
 
 
@@ -780,9 +1035,18 @@ def check_order(folder: Folder) -> str:
     ledger, most = folder.ledger, folder.ledger.plan["most_charges"]
     spent = f"{ledger.charged()} attempts are charged where {most} are allowed"
     require(bool(ledger.plan.reasons) or ledger.charged() <= most, spent)
-    require(folder.head in (None, *ledger.hashes), f"the ledger lacks the line {folder.head}: it was cut or replaced")
-    counts = f"{len(ledger.hashes)} lines, {len(ledger.nonces)} starts, {len(ledger.done)} steps done"
-    state = f"closed ({ledger.closed})" if ledger.closed else "open: the run may go on, or its end was cut off"
+    require(
+        folder.head in (None, *ledger.hashes),
+        f"the ledger lacks the line {folder.head}: it was cut or replaced",
+    )
+    counts = (
+        f"{len(ledger.hashes)} lines, {len(ledger.nonces)} starts, {len(ledger.done)} steps done"
+    )
+    state = (
+        f"closed ({ledger.closed})"
+        if ledger.closed
+        else "open: the run may go on, or its end was cut off"
+    )
     return f"{counts}, {ledger.torn} torn lines; {spent}; {state}"
 
 
@@ -807,45 +1071,89 @@ def check_plan(folder: Folder) -> str:
 
 def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
     """What `check_plan` says of the content of config.toml."""
-    plan, tables = ledger.plan, {name: config.get(name, {}) for name in ("privacy", "train", "data", "init")}
-    require(all(isinstance(table, dict) for table in tables.values()), f"config.toml: {', '.join(tables)} are tables")
+    plan, tables = (
+        ledger.plan,
+        {name: config.get(name, {}) for name in ("privacy", "train", "data", "init")},
+    )
+    require(
+        all(isinstance(table, dict) for table in tables.values()),
+        f"config.toml: {', '.join(tables)} are tables",
+    )
     asked, adaptive = tables["privacy"], plan["adaptive_clipping"]
     n, batch, steps = plan["num_examples"], plan["expected_batch_size"], plan["num_steps"]
     disjoint = bool(ledger.behind) and tables["init"].get("disjoint_data", False)
     rows = [  # what config.toml asks for, and what the ledger states
         ("enabled", asked.get("enabled", True), plan["enabled"]),
         ("train.num_steps", tables["train"].get("num_steps"), steps),
-        ("data.num_examples", tables["data"].get("num_examples", n if "model" in config else None), n),
-        ("max_examples_per_owner", asked.get("max_examples_per_owner"), ledger.opened.get("max_examples_per_owner")),
+        (
+            "data.num_examples",
+            tables["data"].get("num_examples", n if "model" in config else None),
+            n,
+        ),
+        (
+            "max_examples_per_owner",
+            asked.get("max_examples_per_owner"),
+            ledger.opened.get("max_examples_per_owner"),
+        ),
         ("shared_ledger", "shared_ledger" in asked, ledger.opened.get("shared_ledger") is not None),
         ("init.disjoint_data", disjoint, ledger.opened.get("disjoint_from_start", False)),
     ]
-    planned = {**plan.fields, **(adaptive or {})} | ({} if adaptive is None else {"clipping_function": "adaptive"})
+    planned = {**plan.fields, **(adaptive or {})} | (
+        {} if adaptive is None else {"clipping_function": "adaptive"}
+    )
     defaults = {
-        "reserved_attempts": max(2, -(-steps // 100)), "target_delta": 1 / (2 * n), "sampling": "poisson", "max_grad_norm": 1.0,
-        "clipping_function": "flat", "arithmetic": "floating",
-        "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": batch / 20,
-        "expected_batch_size": None, "target_epsilon": None,
-    }  # fmt: skip
+        "reserved_attempts": max(2, -(-steps // 100)),
+        "target_delta": 1 / (2 * n),
+        "sampling": "poisson",
+        "max_grad_norm": 1.0,
+        "clipping_function": "flat",
+        "arithmetic": "floating",
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "unclipped_num_std": batch / 20,
+        "expected_batch_size": None,
+        "target_epsilon": None,
+    }
     wanted = defaults | {name: value for name, value in asked.items() if name in planned}
     if plan["enabled"]:
         rows += [(name, value, planned[name]) for name, value in wanted.items() if name in planned]
         cap, usual = plan["cap"], plan["usual_cap"]  # whatever it is, it is charged
-        known = "cap" in asked or cap == usual or (cap is not None and usual is not None and batch <= cap < usual)
-        require(known, f"config.toml asks for cap at most {shown(usual)}, and the ledger has {shown(cap)}")
+        known = (
+            "cap" in asked
+            or cap == usual
+            or (cap is not None and usual is not None and batch <= cap < usual)
+        )
+        require(
+            known,
+            f"config.toml asks for cap at most {shown(usual)}, and the ledger has {shown(cap)}",
+        )
     for name, value, known in rows:
-        require(equal(value, known), f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}")
+        require(
+            equal(value, known),
+            f"config.toml asks for {name} = {shown(value)}, and the ledger has {shown(known)}",
+        )
     surplus = Counter(starts_in(config) or ()) - Counter(place["run"] for place in ledger.behind)
-    require(not surplus, f"config.toml starts from {shown_list(sorted(surplus))}, and `behind` of the ledger does not")
-    require(bool(plan.reasons) or not asked.get("simulation"), "config.toml has a simulation, the plan a guarantee")
+    require(
+        not surplus,
+        f"config.toml starts from {shown_list(sorted(surplus))}, and `behind` of the ledger does not",
+    )
+    require(
+        bool(plan.reasons) or not asked.get("simulation"),
+        "config.toml has a simulation, the plan a guarantee",
+    )
     if not plan["enabled"]:
         return "config.toml asks for a run without privacy, as the plan is"
     target, sigma = plan["target_epsilon"], plan["noise_multiplier"]
-    require("noise_multiplier" in asked or target is not None, "config.toml states neither noise nor epsilon")
+    require(
+        "noise_multiplier" in asked or target is not None,
+        "config.toml states neither noise nor epsilon",
+    )
     if target is not None and not plan.reasons:
         delta, most = plan["target_delta"] - plan.noise_tail(), plan.releases(plan["most_charges"])
         reached, said = epsilon([most], delta), f"epsilon {target:g} of config.toml"
-        require(reached <= target * 1.001, f"the plan spends epsilon {reached:.6g}, more than {said}")
+        require(
+            reached <= target * 1.001, f"the plan spends epsilon {reached:.6g}, more than {said}"
+        )
         less = most._replace(sigma=0.95 * most.sigma, num_examples=n, cap=None)
         needed = sigma <= 0.3 or epsilon([less], delta) > target
         require(needed, f"the plan states more noise than {said} takes: {sigma:g}")
@@ -859,8 +1167,13 @@ def starts_in(config: dict[str, Any]) -> list[str] | None:
     """
     value = config.get("init", {}).get("starts_from")
     names = [value] if isinstance(value, str) else value
-    are_names = isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
-    require(value is None or are_names, 'config.toml: init.starts_from is neither "public" nor names of runs')
+    are_names = (
+        isinstance(names, list) and bool(names) and all(isinstance(name, str) for name in names)
+    )
+    require(
+        value is None or are_names,
+        'config.toml: init.starts_from is neither "public" nor names of runs',
+    )
     return [] if value == "public" else names
 
 
@@ -869,19 +1182,29 @@ def check_behind(folder: Folder) -> str:
     listed, found = folder.ledger.behind, list[Ledger]()
     for place in listed:
         if not folder.has(place["file"]):
-            raise Undecided(f"{place['file']} is missing: what the initial weights had spent cannot be recomputed")
+            raise Undecided(
+                f"{place['file']} is missing: what the initial weights had spent cannot be recomputed"
+            )
         ledger = read_ledger(folder.path / place["file"])
         same = (len(ledger.hashes), ledger.hashes[-1]) == (place["lines"], place["hash"])
         require(same, f"{place['file']} is not the one that the ledger names")
         require(not ledger.plan.reasons, f"{place['file']} is of a run without a guarantee")
         newer = {other.hashes[0] for other in (folder.ledger, *found)}
-        require(ledger.hashes[0] not in newer, f"{place['file']} is of a run that the chain has already")
+        require(
+            ledger.hashes[0] not in newer, f"{place['file']} is of a run that the chain has already"
+        )
         found.append(ledger)
     parents = set[int]()  # that a ledger behind this one names
-    for number, ledger in enumerate(found, start=1):  # a run behind it may have gone on before this one started
+    for number, ledger in enumerate(
+        found, start=1
+    ):  # a run behind it may have gone on before this one started
         what, older = listed[number - 1]["file"], range(number, len(found))
         for place in ledger.behind:
-            matches = {at for at in older if place["hash"] in found[at].hashes[place["lines"] - 1 : place["lines"]]}
+            matches = {
+                at
+                for at in older
+                if place["hash"] in found[at].hashes[place["lines"] - 1 : place["lines"]]
+            }
             require(bool(matches), f"{what} names other ledgers behind it than there are")
             parents |= matches
         covers = not ledger.opened.get("disjoint_from_start") or len(ledger.behind) == len(older)
@@ -891,7 +1214,9 @@ def check_behind(folder: Folder) -> str:
         agrees = names is None or number in parents or place["run"] in names
         require(agrees, f"the ledger starts from {shown(place['run'])}, and config.toml does not")
     folder.behind = found
-    return f"{len(listed)} private runs had made the initial weights; their ledgers are here and whole"
+    return (
+        f"{len(listed)} private runs had made the initial weights; their ledgers are here and whole"
+    )
 
 
 def epsilon_of(chain: list[Ledger], delta: float, count: int | None = None) -> float:
@@ -903,7 +1228,9 @@ def epsilon_of(chain: list[Ledger], delta: float, count: int | None = None) -> f
     alternatives = [[oldest]]
     for run in reversed(newer):
         disjoint = run.opened.get("disjoint_from_start") is True
-        alternatives = [[run], *alternatives] if disjoint else [[run, *runs] for runs in alternatives]
+        alternatives = (
+            [[run], *alternatives] if disjoint else [[run, *runs] for runs in alternatives]
+        )
     values = []
     for runs in alternatives:
         counts = [run.charged() if count is None or run is not chain[0] else count for run in runs]
@@ -920,12 +1247,18 @@ def check_epsilon(folder: Folder) -> str:
     alone = epsilon_of([ledger], plan["target_delta"])
     own = f"epsilon {rounded_up(alone)} at delta {plan['target_delta']:g} for {ledger.charged()} charged attempts"
     if folder.behind is None:
-        raise Undecided(f"this run alone spent {own}; what its initial weights had spent is unknown")
+        raise Undecided(
+            f"this run alone spent {own}; what its initial weights had spent is unknown"
+        )
     chain = [ledger, *folder.behind]
     folder.delta = min(one.plan["target_delta"] for one in chain)
     folder.epsilon = epsilon_of(chain, folder.delta) if folder.behind else alone
     total = f"; with what the initial weights had spent, epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
-    return own + (total if folder.behind else "") + (USELESS if folder.delta * plan["num_examples"] >= 1 else "")
+    return (
+        own
+        + (total if folder.behind else "")
+        + (USELESS if folder.delta * plan["num_examples"] >= 1 else "")
+    )
 
 
 def card_fields(folder: Folder) -> dict[str, Any]:
@@ -933,19 +1266,39 @@ def card_fields(folder: Folder) -> dict[str, Any]:
     at, plan, delta = folder.ledger, folder.ledger.plan, folder.ledger.plan["target_delta"]
     finished = plan["num_steps"] if at.closed == "finished" else None
     card: dict[str, Any] = {
-        "formal_guarantee": not plan.reasons, "reasons": list(plan.reasons), "epsilon": None, "delta": folder.delta,
-        "steps_done": at.furthest if plan["enabled"] else finished, "steps_planned": plan["num_steps"],
-        "attempts_charged": at.charged(), "adjacency": plan["adjacency"], "unit_of_privacy.num_examples": plan["num_examples"],
+        "formal_guarantee": not plan.reasons,
+        "reasons": list(plan.reasons),
+        "epsilon": None,
+        "delta": folder.delta,
+        "steps_done": at.furthest if plan["enabled"] else finished,
+        "steps_planned": plan["num_steps"],
+        "attempts_charged": at.charged(),
+        "adjacency": plan["adjacency"],
+        "unit_of_privacy.num_examples": plan["num_examples"],
         "mechanism.noise_multiplier_accounted": plan.accounted,
-        "sampling.key_commitment_sha256": at.opened["key_commitment"], "accounting.epsilon": None, "accounting.delta": delta,
-        "accounting.attempts.charged": at.charged(), "accounting.attempts.allowed": plan["most_charges"],
+        "sampling.key_commitment_sha256": at.opened["key_commitment"],
+        "accounting.epsilon": None,
+        "accounting.delta": delta,
+        "accounting.attempts.charged": at.charged(),
+        "accounting.attempts.allowed": plan["most_charges"],
         "provenance.ledger.lines": len(at.hashes) + at.unterminated,
-    }  # fmt: skip
-    card |= {f"plan.{name}": value for name, value in at.opened["plan"].items() if name != "target_epsilon"}
+    }
+    card |= {
+        f"plan.{name}": value
+        for name, value in at.opened["plan"].items()
+        if name != "target_epsilon"
+    }
     if not plan.reasons:
-        counts = {"": at.charged(), "_planned": plan["num_steps"], "_with_reserve": plan["most_charges"]}
+        counts = {
+            "": at.charged(),
+            "_planned": plan["num_steps"],
+            "_with_reserve": plan["most_charges"],
+        }
         left, card["epsilon"] = delta - plan.noise_tail(), Bound(folder.epsilon or 0.0)
-        card |= {f"accounting.epsilon{name}": Bound(epsilon([plan.releases(n)], left)) for name, n in counts.items()}
+        card |= {
+            f"accounting.epsilon{name}": Bound(epsilon([plan.releases(n)], left))
+            for name, n in counts.items()
+        }
         card |= {
             "accounting.noise_tail_delta": plan.noise_tail() or None,
             "accounting.epsilon_target": plan["target_epsilon"],
@@ -957,10 +1310,13 @@ def card_fields(folder: Folder) -> dict[str, Any]:
     for number, (place, run) in enumerate(zip(places, [at, *folder.behind], strict=True)):
         own = run.plan["target_delta"]
         fields = {
-            "name": place["run"], "file": place["file"], "attempts_charged": run.charged(), "delta": own,
+            "name": place["run"],
+            "file": place["file"],
+            "attempts_charged": run.charged(),
+            "delta": own,
             "epsilon": Bound(epsilon_of([run], own)),
             "disjoint_from_those_before": run.opened.get("disjoint_from_start") is True,
-        }  # fmt: skip
+        }
         card |= {f"composition.runs.{number}.{name}": value for name, value in fields.items()}
     card[f"composition.runs.{len(places)}"] = ...
     return card
@@ -969,7 +1325,11 @@ def card_fields(folder: Folder) -> dict[str, Any]:
 def value_at(tree: Any, place: str) -> Any:
     """What stands there in a card, or `...`."""
     for name in place.split("."):
-        entries = {str(number): entry for number, entry in enumerate(tree)} if isinstance(tree, list) else tree
+        entries = (
+            {str(number): entry for number, entry in enumerate(tree)}
+            if isinstance(tree, list)
+            else tree
+        )
         tree = entries.get(name, ...) if isinstance(entries, dict) else ...
     return tree
 
@@ -977,9 +1337,13 @@ def value_at(tree: Any, place: str) -> Any:
 def compare(what: str, stated: Any, expected: Any, place: str) -> str:
     """What is wrong with a stated field; "" where it is the expected one but for rounding, or a bound that is larger."""
     if isinstance(expected, float) and type(stated) in (int, float):
-        right = math.isclose(stated, expected, rel_tol=HAIR) or (isinstance(expected, Bound) and stated > expected)
+        right = math.isclose(stated, expected, rel_tol=HAIR) or (
+            isinstance(expected, Bound) and stated > expected
+        )
     else:  # JSON has no infinity
-        right = equal(stated, expected) or (isinstance(expected, Bound) and math.isinf(expected) and stated is None)
+        right = equal(stated, expected) or (
+            isinstance(expected, Bound) and math.isinf(expected) and stated is None
+        )
     given = "nothing" if expected is ... else shown(expected)
     return "" if right else f"{what}'s {place} is {shown(stated)}, and the ledger gives {given}"
 
@@ -991,7 +1355,11 @@ def check_card(folder: Folder) -> str:
         raise Undecided("the first number of card and head was not computed")
     if folder.has("head.json"):
         claim = None if folder.epsilon is None else Bound(folder.epsilon)
-        expected = {"num_examples": ledger.plan["num_examples"], **ledger.opened.get("head", {}), "delta": folder.delta}
+        expected = {
+            "num_examples": ledger.plan["num_examples"],
+            **ledger.opened.get("head", {}),
+            "delta": folder.delta,
+        }
         expected, head = expected | {"epsilon": claim}, object_in(folder.path / "head.json")
         require(head.keys() == expected.keys(), "head.json has other fields than a head")
         for name, value in expected.items():
@@ -1002,20 +1370,31 @@ def check_card(folder: Folder) -> str:
         return f"there is no privacy card, and {agreed} fields of head.json agree with the ledger"
     card = object_in(folder.path / "report/privacy_card.json")
     last, lines = value_at(card, "provenance.ledger.last_line_sha256"), ledger.hashes
-    require(last in lines, "the card is of a line that the ledger lacks: ledger or card were replaced")
+    require(
+        last in lines, "the card is of a line that the ledger lacks: ledger or card were replaced"
+    )
     if last != lines[-1]:
-        raise Undecided(f"the card is of the first {lines.index(last) + 1} lines of {len(lines)}: make it again")
+        raise Undecided(
+            f"the card is of the first {lines.index(last) + 1} lines of {len(lines)}: make it again"
+        )
     expected = card_fields(folder)
-    ours, theirs = f"dp-accounting {metadata.version('dp-accounting')}", value_at(card, "accounting.accountant")
+    ours, theirs = (
+        f"dp-accounting {metadata.version('dp-accounting')}",
+        value_at(card, "accounting.accountant"),
+    )
     wrong = []
     for place, value in expected.items():
         stated = value_at(card, place)
-        if said := compare("the card", stated, value, place):  # two versions of the accountant round in their own ways
+        if said := compare(
+            "the card", stated, value, place
+        ):  # two versions of the accountant round in their own ways
             near = ours != theirs and isinstance(value, Bound) and type(stated) is float
             require(near and math.isclose(stated, value, rel_tol=1e-3), said)
             wrong.append(place)
     if wrong:
-        raise Undecided(f"by {shown(theirs)} were computed, and by {ours} differ: {shown_list(wrong)}")
+        raise Undecided(
+            f"by {shown(theirs)} were computed, and by {ours} differ: {shown_list(wrong)}"
+        )
     return f"{len(expected) + agreed} fields agree with the ledger, and no other is compared"
 
 
@@ -1024,9 +1403,15 @@ def compare_start(folder: Folder, manifest: dict[str, Any], name: str) -> None:
 
     Their ledgers may say more than it does, since a run may go on between two looks at it, and never less.
     """
-    start, config, links = manifest.get("initialisation"), folder.config or {}, list[dict[str, Any]]()
+    start, config, links = (
+        manifest.get("initialisation"),
+        folder.config or {},
+        list[dict[str, Any]](),
+    )
     has_init = "checkpoint" in config.get("init", {})
-    if start is None and not has_init and "model" not in config:  # of a loop, whose config.toml says it
+    if (
+        start is None and not has_init and "model" not in config
+    ):  # of a loop, whose config.toml says it
         return
     kind = start["kind"] if isinstance(start, dict) else None
     require(kind is not None, f"{name} does not say what its weights started from")
@@ -1036,15 +1421,27 @@ def compare_start(folder: Folder, manifest: dict[str, Any], name: str) -> None:
         links.append(start)
         start = start.get("before_that")
     chain = [link for link in links if link.get("guarantee")]
-    gaps = [str(link.get("run")) for link in links if link.get("training_data") == "private" and link not in chain]
+    gaps = [
+        str(link.get("run"))
+        for link in links
+        if link.get("training_data") == "private" and link not in chain
+    ]
     require(not gaps, f"{name} started from private data of {shown_list(gaps)} without a guarantee")
-    ours, theirs = [place["run"] for place in folder.ledger.behind], [str(link.get("run")) for link in chain]
+    ours, theirs = (
+        [place["run"] for place in folder.ledger.behind],
+        [str(link.get("run")) for link in chain],
+    )
     made = f"{name} says private runs {shown_list(theirs) or 'none'} made its weights, the ledger {shown_list(ours) or 'none'}"
     require(ours == theirs, made)
     for link, ledger in zip(chain, folder.behind or [], strict=False):
-        own, (spent, delta) = ledger.plan["target_delta"], itemgetter("epsilon", "delta")(link["guarantee"])
+        own, (spent, delta) = (
+            ledger.plan["target_delta"],
+            itemgetter("epsilon", "delta")(link["guarantee"]),
+        )
         whole = equal(delta, own) and spent <= epsilon_of([ledger], own) * (1 + 1e-3)
-        what = f"{name} states of {shown(link['run'])} epsilon {shown(spent)} at delta {shown(delta)}"
+        what = (
+            f"{name} states of {shown(link['run'])} epsilon {shown(spent)} at delta {shown(delta)}"
+        )
         require(whole, f"{what}, and its ledger in behind/ gives less")
 
 
@@ -1056,32 +1453,59 @@ def check_checkpoints(folder: Folder) -> str:
     require(len(names) <= 10_000, "checkpoints/ holds more than 10,000 checkpoints")
     has_init = "checkpoint" in (folder.config or {}).get("init", {})
     if has_init and not names and not ledger.behind and not plan.reasons:
-        raise Undecided("config.toml starts from init.checkpoint, and no manifest says whether a private run made that")
+        raise Undecided(
+            "config.toml starts from init.checkpoint, and no manifest says whether a private run made that"
+        )
     recorded = {(step, digest) for _, step, digest in ledger.checkpoints}
     undecided, hashed = [], 0
     for name in names:
         place = folder.path / "checkpoints" / name
-        require(folder.has(f"checkpoints/{name}/manifest.json"), f"{shown(name)} has no manifest.json")
+        require(
+            folder.has(f"checkpoints/{name}/manifest.json"), f"{shown(name)} has no manifest.json"
+        )
         digest = hashlib.sha256(read_file(place / "manifest.json")).hexdigest()
         manifest = object_in(place / "manifest.json")
-        step, position, files = whole(manifest, "step"), manifest["ledger"], manifest.get("files", {})
+        step, position, files = (
+            whole(manifest, "step"),
+            manifest["ledger"],
+            manifest.get("files", {}),
+        )
         require(name == f"step-{step:08d}", f"{shown(name)} is of step {step}")
         line = whole(position, "seq")
         known = line < len(ledger.hashes) and ledger.hashes[line] == position.get("hash")
         require(known, f"{name} remembers another line {line + 1}: the ledger was cut or replaced")
-        guarantee, stated = manifest.get("formal_guarantee"), manifest.get("charged_attempts", ledger.charged(line + 1))
-        require(equal(guarantee, not plan.reasons), f"{name} says something else about the guarantee")
-        require(equal(stated, ledger.charged(line + 1)), f"{name} states {shown(stated)} charges, the ledger others")
+        guarantee, stated = (
+            manifest.get("formal_guarantee"),
+            manifest.get("charged_attempts", ledger.charged(line + 1)),
+        )
+        require(
+            equal(guarantee, not plan.reasons), f"{name} says something else about the guarantee"
+        )
+        require(
+            equal(stated, ledger.charged(line + 1)),
+            f"{name} states {shown(stated)} charges, the ledger others",
+        )
         if plan["enabled"] and (step, digest) not in recorded:
             may = ledger.may_lack_record(step, line)
             require(may, f"{name}: manifest.json is not the one that the ledger recorded")
-            undecided.append(f"{name}: the ledger has no record of it, as after a crash between the two")
+            undecided.append(
+                f"{name}: the ledger has no record of it, as after a crash between the two"
+            )
         _, reached = ledger.reached_at(line)
-        require(not plan["enabled"] or step == reached, f"{name} remembers line {line + 1}, which is of another step")
+        require(
+            not plan["enabled"] or step == reached,
+            f"{name} remembers line {line + 1}, which is of another step",
+        )
         unlisted = sorted({*os.listdir(place)} - {"manifest.json", *files})
-        require(not unlisted, f"{name} holds {shown_list(unlisted[:9])}, which its manifest does not list")
+        require(
+            not unlisted,
+            f"{name} holds {shown_list(unlisted[:9])}, which its manifest does not list",
+        )
         for file, listed in files.items():
-            require(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", file) is not None, f"{name} lists odd files")
+            require(
+                re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", file) is not None,
+                f"{name} lists odd files",
+            )
             if not folder.has(f"checkpoints/{name}/{file}"):
                 undecided.append(f"{name}: {file} is missing")
                 continue
@@ -1120,36 +1544,66 @@ def check_metrics(folder: Folder) -> str:
                 continue
             except ValueError as error:  # what other readers would read, each in its own way
                 raise Violated(f"{where}: {shown(error)}") from error
-            require(isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step")
+            require(
+                isinstance(entry, dict) and type(entry.get("step")) is int, f"{where} has no step"
+            )
             foreign = sorted(entry.keys() - NAMES[file])
             require(not foreign, f"{where} shows {shown_list(foreign[:9])}, which no run publishes")
-            step, charged, claim = entry["step"], entry.get("privacy/charged_attempts"), entry.get("privacy/epsilon")
+            step, charged, claim = (
+                entry["step"],
+                entry.get("privacy/charged_attempts"),
+                entry.get("privacy/epsilon"),
+            )
             beyond = plan["enabled"] and not 0 <= step <= ledger.furthest
-            require(not beyond, f"{where} shows step {shown(step)}, which the ledger never finished")
-            tries = ledger.attempts[step] if step > 0 else len(ledger.nonces)  # each start measures step 0, uncharged
+            require(
+                not beyond, f"{where} shows step {shown(step)}, which the ledger never finished"
+            )
+            tries = (
+                ledger.attempts[step] if step > 0 else len(ledger.nonces)
+            )  # each start measures step 0, uncharged
             attempt, most = entry.get("attempt", 0), max(tries, 1)
             tried = type(attempt) is int and 0 <= attempt < most
             require(
-                tried, f"{where} shows attempt {shown(attempt)} of step {step}, where the ledger has {most}, from 0 on"
+                tried,
+                f"{where} shows attempt {shown(attempt)} of step {step}, where the ledger has {most}, from 0 on",
             )
             for name in {NORM, FRACTION, BOUND} & entry.keys() if not plan.reasons else ():
-                known = any(math.isclose(entry[name], one[name], rel_tol=PUBLISHED) for one in stated.get(step, []))
-                require(known, f"{where} shows {name} = {shown(entry[name])}, which no line of the step states")
+                known = any(
+                    math.isclose(entry[name], one[name], rel_tol=PUBLISHED)
+                    for one in stated.get(step, [])
+                )
+                require(
+                    known,
+                    f"{where} shows {name} = {shown(entry[name])}, which no line of the step states",
+                )
             if charged is not None or claim is not None:
                 stood = type(charged) is int and (step, charged) in passed
-                require(stood, f"{where} shows {shown(charged)} charges, as the ledger never stood after step {step}")
+                require(
+                    stood,
+                    f"{where} shows {shown(charged)} charges, as the ledger never stood after step {step}",
+                )
             if charged is not None and claim is not None:
                 require(not plan.reasons, f"{where} states an epsilon, and nothing is claimed")
-                is_number = type(claim) in (int, float) and not math.isnan(claim)  # NaN would hide a smaller one
+                is_number = type(claim) in (int, float) and not math.isnan(
+                    claim
+                )  # NaN would hide a smaller one
                 require(is_number, f"{where} states epsilon {shown(claim)}")
                 claims[charged] = min(claim, claims.get(charged, claim))
     counts, true = sorted(claims), 0.0
-    chosen = {*counts[:: -(-len(counts) // MOST_COUNTS) or 1], *counts[-1:]}  # of very many counts, some are recomputed
+    chosen = {
+        *counts[:: -(-len(counts) // MOST_COUNTS) or 1],
+        *counts[-1:],
+    }  # of very many counts, some are recomputed
     for count in counts if folder.epsilon is not None else ():
         if count in chosen:
             true = epsilon_of([ledger, *(folder.behind or [])], folder.delta, count)
-        enough = claims[count] >= true * (1 - FP32)  # at least that of the last count that was recomputed
-        require(enough, f"epsilon {claims[count]:.8g} after {count}, where it is {rounded_up(true)} or more")
+        enough = claims[count] >= true * (
+            1 - FP32
+        )  # at least that of the last count that was recomputed
+        require(
+            enough,
+            f"epsilon {claims[count]:.8g} after {count}, where it is {rounded_up(true)} or more",
+        )
     told = f"{lines} lines, {torn} of them torn, show nothing that the ledger lacks"
     return f"{told}; epsilon is recomputed for {len(chosen)} of {len(counts)} counts of charges"
 
@@ -1160,7 +1614,9 @@ def too_small(squared: float, coordinates: int, level: float) -> bool:
 
     if coordinates < EXACT_BELOW:
         return bool(gammainc(coordinates / 2, squared / 2) < level)
-    return squared < coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))  # Laurent and Massart 2000, lemma 1
+    return squared < coordinates - 2 * math.sqrt(
+        coordinates * math.log(1 / level)
+    )  # Laurent and Massart 2000, lemma 1
 
 
 def check_noise(folder: Folder) -> str:
@@ -1172,29 +1628,48 @@ def check_noise(folder: Folder) -> str:
     All comparisons together share LEVEL.
     """
     said = [seen(ledger) for ledger in (folder.ledger, *(folder.behind or []))]
-    return f"not refuted: {said[0]}" + (f"; {len(said) - 1} ledgers behind it neither" if said[1:] else "")
+    return f"not refuted: {said[0]}" + (
+        f"; {len(said) - 1} ledgers behind it neither" if said[1:] else ""
+    )
 
 
 def seen(ledger: Ledger) -> str:
     """What `check_noise` says of one ledger; see there."""
-    plan, coordinates, follow = ledger.plan, ledger.opened.get("noised_coordinates"), dict[int, list[float]]()
-    adaptive, batch, first = plan["adaptive_clipping"], plan["expected_batch_size"], plan["max_grad_norm"]
+    plan, coordinates, follow = (
+        ledger.plan,
+        ledger.opened.get("noised_coordinates"),
+        dict[int, list[float]](),
+    )
+    adaptive, batch, first = (
+        plan["adaptive_clipping"],
+        plan["expected_batch_size"],
+        plan["max_grad_norm"],
+    )
     if "head" in ledger.opened or not plan["noise_multiplier"] or not ledger.done:
         return "no step states noise that a norm could refute"
     if coordinates is None:
-        raise Undecided("the ledger does not state the number of noised coordinates, so nobody can see the noise")
+        raise Undecided(
+            "the ledger does not state the number of noised coordinates, so nobody can see the noise"
+        )
     exponent = ledger.opened.get("sum_exponent")
     if exponent is None and NOISE_KIND in plan.fields:
-        raise Undecided("the ledger does not state the step of its noise, so nobody can see the noise")
+        raise Undecided(
+            "the ledger does not state the step of its noise, so nobody can see the noise"
+        )
     norms, fractions = list[tuple[str, float, int, int]](), list[float]()
     total = spread = centre = 0.0
     for step, bound, std, done in ledger.released:
         close = any(math.isclose(bound, one, rel_tol=HAIR) for one in follow.get(step, [bound]))
-        require(close, f"C = {bound:g} of step {step} does not follow from what was released before")
+        require(
+            close, f"C = {bound:g} of step {step} does not follow from what was released before"
+        )
         if not done:
             continue
         stated = "noised_norm" in done, "noised_fraction" in done
-        require(stated == (True, adaptive is not None), f"`done` of step {step} does not state what was noised")
+        require(
+            stated == (True, adaptive is not None),
+            f"`done` of step {step} does not state what was noised",
+        )
         half = 0.0
         if exponent is not None:  # f is that of the first C, and moves with its binade
             moved = 0 if adaptive is None else math.frexp(bound)[1] - math.frexp(first)[1]
@@ -1202,7 +1677,8 @@ def seen(ledger: Ledger) -> str:
         whole = {"owners": 1, "coordinates": coordinates, "norm": done["noised_norm"]}
         share = done.get("smallest_share", whole)
         norm, least_norm = (
-            (one["norm"] * batch * RAISED + half * math.sqrt(one["coordinates"])) / std for one in (whole, share)
+            (one["norm"] * batch * RAISED + half * math.sqrt(one["coordinates"])) / std
+            for one in (whole, share)
         )
         norms.append((f"step {step}", least_norm**2, share["coordinates"], share["owners"]))
         total += norm**2
@@ -1212,12 +1688,20 @@ def seen(ledger: Ledger) -> str:
             spread += (apart / adaptive["unclipped_num_std"]) ** 2
             fractions.append(fraction)
             centre += (fraction - centre) / min(len(fractions), MEMORY)
-            moved = adaptive["clipbound_learning_rate"] * (adaptive["target_unclipped_quantile"] - fraction)
+            moved = adaptive["clipbound_learning_rate"] * (
+                adaptive["target_unclipped_quantile"] - fraction
+            )
             moved = min(max(math.log(bound / first) + moved, -math.log(1e4)), math.log(1e4))
-            follow.setdefault(step + 1, []).append(first * math.exp(moved))  # C of the next step, which may come again
+            follow.setdefault(step + 1, []).append(
+                first * math.exp(moved)
+            )  # C of the next step, which may come again
     steps, least = len(norms), min(math.sqrt(squared / count) for _, squared, count, _ in norms)
     norms.append(("all steps together", total, steps * coordinates, 1))
-    norms += [("the counts of unclipped examples", spread, len(fractions) - 1, 1)] if len(fractions) > 1 else []
+    norms += (
+        [("the counts of unclipped examples", spread, len(fractions) - 1, 1)]
+        if len(fractions) > 1
+        else []
+    )
     level = LEVEL / sum(comparisons for *_, comparisons in norms)
     small = [what for what, squared, count, _ in norms if too_small(squared, count, level)]
     require(not small, f"less noise was drawn than stated, by the norm of {shown_list(small[:9])}")
@@ -1225,19 +1709,38 @@ def seen(ledger: Ledger) -> str:
 
 
 CHECKS = (
-    check_files, check_order, check_plan, check_behind, check_epsilon, check_card, check_checkpoints, check_metrics, check_noise
-)  # fmt: skip
+    check_files,
+    check_order,
+    check_plan,
+    check_behind,
+    check_epsilon,
+    check_card,
+    check_checkpoints,
+    check_metrics,
+    check_noise,
+)
 
 
 def declarations(folder: Folder) -> dict[str, str]:
     """What nothing here can check, and what is said of it."""
-    opened, disjoint = folder.ledger.opened, "that the data are disjoint from those behind the initial weights"
-    chained = {disjoint: "stated: one example bears one of them" if "disjoint_from_start" in opened else "NOT STATED"}
+    opened, disjoint = (
+        folder.ledger.opened,
+        "that the data are disjoint from those behind the initial weights",
+    )
+    chained = {
+        disjoint: "stated: one example bears one of them"
+        if "disjoint_from_start" in opened
+        else "NOT STATED"
+    }
     fixed = "that no later schedule was chosen after looking at outputs of the earlier runs"
-    chained[fixed] = "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
+    chained[fixed] = (
+        "the composed epsilon takes it for granted; a shared ledger's RDP filter does without it"
+    )
     return {
         "that the program did what the ledger says": "see audit.py of the project",
-        "time of the first start; all records repeat it, since clocks depend on the data": shown(opened["time_utc"]),
+        "time of the first start; all records repeat it, since clocks depend on the data": shown(
+            opened["time_utc"]
+        ),
         "commit of the code": shown(opened.get("commit") or "NOT STATED"),
         "what one example is": shown(opened.get("unit", "one example")),
         "in ledger.jsonl": shown_list(sorted(folder.ledger.loose)),
@@ -1270,9 +1773,16 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
     except Violated as error:
         broken = {"name": "ledger", "outcome": "violated", "sentence": printable(str(error))}
         line = f"violated: no epsilon was found{UNREAD}"
-        return VIOLATED, {"verdict": "violated", "exit_code": VIOLATED, "line": line, "checks": [broken]}
+        return VIOLATED, {
+            "verdict": "violated",
+            "exit_code": VIOLATED,
+            "line": line,
+            "checks": [broken],
+        }
     folder = Folder(path, ledger, head)
-    checks = [("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes")]
+    checks = [
+        ("chain", "ok", f"{len(ledger.hashes)} lines are canonical and chained by their hashes")
+    ]
     for judge in CHECKS:
         name = judge.__name__.removeprefix("check_")
         try:
@@ -1282,41 +1792,65 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         except Undecided as error:
             checks.append((name, "inconclusive", str(error)))
         except OF_ODD_FIELDS as error:
-            checks.append((name, "violated", f"a field is missing or of another type ({error!r:.200})"))
+            checks.append(
+                (name, "violated", f"a field is missing or of another type ({error!r:.200})")
+            )
         if judge is check_files and checks[-1][1] != "ok":
             break  # behind a link are files of somebody else
-    codes, plan = {"violated": VIOLATED, "inconclusive": INCONCLUSIVE, "consistent": CONSISTENT}, ledger.plan
-    verdict = next((word for word in codes if word in {outcome for _, outcome, _ in checks}), "consistent")
+    codes, plan = (
+        {"violated": VIOLATED, "inconclusive": INCONCLUSIVE, "consistent": CONSISTENT},
+        ledger.plan,
+    )
+    verdict = next(
+        (word for word in codes if word in {outcome for _, outcome, _ in checks}), "consistent"
+    )
     attested = {name: plan[name] for name in sorted(PLAN_FIELDS)}  # the mechanism
     exponent = ledger.opened.get("sum_exponent")
     attested |= {
-        "noise": "rounded to steps of the sums" if NOISE_KIND in plan.fields or plan["arithmetic"] == "certified" else "doubles",
+        "noise": "rounded to steps of the sums"
+        if NOISE_KIND in plan.fields or plan["arithmetic"] == "certified"
+        else "doubles",
         **({} if exponent is None else {"step of sums and noise at the first C": f"2^{-exponent}"}),
-        "noise multiplier as accounted": plan.accounted, "last step done": ledger.furthest, "charged attempts": ledger.charged(),
-        "commitment of the sampling key": ledger.opened["key_commitment"], "last line": ledger.hashes[-1],
+        "noise multiplier as accounted": plan.accounted,
+        "last step done": ledger.furthest,
+        "charged attempts": ledger.charged(),
+        "commitment of the sampling key": ledger.opened["key_commitment"],
+        "last line": ledger.hashes[-1],
         "state of the run": ledger.closed or "open",
-    }  # fmt: skip
+    }
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
     claim = "no epsilon is claimed" if plan.reasons else "no epsilon was found"
     if folder.epsilon is not None and finite:
         claim = f"epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
         claim += USELESS if folder.delta * plan["num_examples"] >= 1 else ""
     return codes[verdict], {
-        "verdict": verdict, "exit_code": codes[verdict], "line": f"{verdict}: {claim}{UNREAD}",
+        "verdict": verdict,
+        "exit_code": codes[verdict],
+        "line": f"{verdict}: {claim}{UNREAD}",
         "formal_guarantee": not plan.reasons,
-        "epsilon": folder.epsilon if finite else None, "delta": folder.delta or plan["target_delta"],
+        "epsilon": folder.epsilon if finite else None,
+        "delta": folder.delta or plan["target_delta"],
         "head_known": head is not None,
-        "checks": [dict(zip(("name", "outcome", "sentence"), map(printable, check), strict=True)) for check in checks],
-        "attested": attested, "declared": declarations(folder),
-    }  # fmt: skip
+        "checks": [
+            dict(zip(("name", "outcome", "sentence"), map(printable, check), strict=True))
+            for check in checks
+        ],
+        "attested": attested,
+        "declared": declarations(folder),
+    }
 
 
 def to_text(found: dict[str, Any]) -> str:
     """What a reader needs to know, in the order of its importance from the bottom upwards."""
     marks = {"ok": "ok          ", "violated": "VIOLATED    ", "inconclusive": "undecided   "}
-    lines = [f"{marks[check['outcome']]}{check['name']}: {check['sentence']}" for check in found["checks"]]
+    lines = [
+        f"{marks[check['outcome']]}{check['name']}: {check['sentence']}"
+        for check in found["checks"]
+    ]
     if "attested" in found:
-        lines += ["attested by the ledger's chain; believe this, and no page that says something else:"]
+        lines += [
+            "attested by the ledger's chain; believe this, and no page that says something else:"
+        ]
         lines += [f"  {name}: {value}" for name, value in found["attested"].items()]
         lines += ["declared, and checked by nothing:"]
         lines += [f"  {what}: {words}" for what, words in found["declared"].items()]
@@ -1342,7 +1876,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     # A run folder has a copy of this file; the library lies in none.
     own = Path(__file__).resolve().parent if __name__ == "__main__" else None
     parser.add_argument("folder", nargs="?", type=Path, default=own)
-    parser.add_argument("--head", help="hash of a line that the ledger had, as the end of the run printed it")
+    parser.add_argument(
+        "--head", help="hash of a line that the ledger had, as the end of the run printed it"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser.parse_args(arguments)
 

@@ -38,7 +38,15 @@ AT_LEAST = 60.0  # seconds in all; a single file run by hand needs no table
 MEMORY = Path("/dev/shm")
 ROOM = 4 * 2**30  # bytes; a whole session takes a tenth of it
 ROOT = Path(__file__).resolve().parents[1]
-CACHES = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+CACHES = {
+    ".git",
+    ".venv",
+    "__pycache__",
+    ".pytest_cache",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".hypothesis",
+}
 """Folders in which programs keep what they may make again."""
 COVERAGE = ROOT / "runs" / "coverage"
 """What `make coverage` measures is written there, by all processes of a session."""
@@ -50,11 +58,20 @@ def is_roomy(folder: Path) -> bool:
         found = os.statvfs(folder)
     except OSError:
         return False
-    return found.f_bavail * found.f_frsize >= ROOM and not found.f_flag & os.ST_NOEXEC and os.access(folder, os.W_OK)
+    return (
+        found.f_bavail * found.f_frsize >= ROOM
+        and not found.f_flag & os.ST_NOEXEC
+        and os.access(folder, os.W_OK)
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", type=int, choices=range(1, NUM_PARTS + 1), help="one part of all tests (tests/parts.py)")
+    parser.addoption(
+        "--part",
+        type=int,
+        choices=range(1, NUM_PARTS + 1),
+        help="one part of all tests (tests/parts.py)",
+    )
 
 
 def entries(folder: Path, left_out: frozenset[Path] = frozenset({COVERAGE})) -> set[str]:
@@ -62,7 +79,9 @@ def entries(folder: Path, left_out: frozenset[Path] = frozenset({COVERAGE})) -> 
     paths = set[str]()
     for place, folders, files in os.walk(folder):
         here = Path(place)
-        folders[:] = [name for name in folders if name not in CACHES and here / name not in left_out]
+        folders[:] = [
+            name for name in folders if name not in CACHES and here / name not in left_out
+        ]
         paths |= {str((here / name).relative_to(folder)) for name in (*folders, *files)}
     return paths
 
@@ -82,7 +101,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     ):  # as a shell starts what runs in the background; ranks inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if is_roomy(MEMORY):  # runs and ledgers sync their files thousands of times, which a disk takes milliseconds for
+    if is_roomy(
+        MEMORY
+    ):  # runs and ledgers sync their files thousands of times, which a disk takes milliseconds for
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if loss_distributions.FOLDER not in os.environ:  # the workers of this session inherit it
         os.environ[loss_distributions.FOLDER] = tempfile.mkdtemp(prefix="loss-distributions-")
@@ -92,7 +113,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # behind the choice by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What starts processes comes first: a long test that is the last one keeps all other workers waiting."""
-    items.sort(key=lambda item: item.nodeid.split("/")[1] not in ("e2e", "distributed", "fuzz", "launch_scripts"))
+    items.sort(
+        key=lambda item: (
+            item.nodeid.split("/")[1] not in ("e2e", "distributed", "fuzz", "launch_scripts")
+        )
+    )
     if config.option.part is not None:
         items[:], others = of_part(items, config.option.part)
         config.hook.pytest_deselected(items=others)
@@ -107,7 +132,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     end_server()
-    for child in multiprocessing.active_children():  # data workers ignore SIGTERM, and Python waits for them at its end
+    for child in (
+        multiprocessing.active_children()
+    ):  # data workers ignore SIGTERM, and Python waits for them at its end
         child.kill()
     if not is_worker(session.config):
         gained = sorted(entries(ROOT) - session.config.stash.get(BEFORE, set()))
@@ -117,13 +144,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.option.part is not None and config.args_source != pytest.Config.ArgsSource.ARGS:  # a whole part
+    if (
+        config.option.part is not None and config.args_source != pytest.Config.ArgsSource.ARGS
+    ):  # a whole part
         note(config.option.part, terminalreporter.stats, time.monotonic() - BEGAN)
     if gained := config.stash.get(GAINED, []):
         terminalreporter.section("tests write into their temporary folders alone")
         for name in gained[:SLOWEST]:
             terminalreporter.write_line(f"{name} is new in the working tree")
-        terminalreporter.write_line(f"{len(gained)} in all: write into tmp_path, or end what else runs in this clone")
+        terminalreporter.write_line(
+            f"{len(gained)} in all: write into tmp_path, or end what else runs in this clone"
+        )
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -28,17 +28,36 @@ from privacy.clipping import ClippedSum, fused
 from privacy.step.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = tuple(f"{ROOT / room}{os.sep}" for room in ("trainer", "privacy", "models", "data", "evaluation"))
+ROOMS = tuple(
+    f"{ROOT / room}{os.sep}" for room in ("trainer", "privacy", "models", "data", "evaluation")
+)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 ON_SIZES = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "is_set_to"}
 """Operations on sizes, strides and storages alone: the CPU's kernels do them on any device."""
-IN_PLACE_VIEWS = {"as_strided_", "squeeze_", "unsqueeze_", "transpose_", "t_", "detach_", "_to_copy"}
+IN_PLACE_VIEWS = {
+    "as_strided_",
+    "squeeze_",
+    "unsqueeze_",
+    "transpose_",
+    "t_",
+    "detach_",
+    "_to_copy",
+}
 """They run on any device by themselves, or call what does."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 """They take indices from the CPU too, and copy them; for masks the host waits, to know how many are set."""
 WAITING = {
-    *("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "bincount", "_unique", "_unique2"),
+    *(
+        "_local_scalar_dense",
+        "equal",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "bincount",
+        "_unique",
+        "_unique2",
+    ),
     *("unique_dim", "unique_consecutive", "repeat_interleave"),
     "embedding_dense_backward",  # it counts its segments
 }
@@ -66,7 +85,9 @@ def note(kind: str, operation: str) -> None:
         frame = frame.f_back
     if is_in_step:
         with open(os.environ["FAKE_GPU_NOTES"], "a") as notes:
-            notes.write(f"{'micro-batch' if in_micro_batches else 'step'}\t{kind}\t{operation}\t{place}\n")
+            notes.write(
+                f"{'micro-batch' if in_micro_batches else 'step'}\t{kind}\t{operation}\t{place}\n"
+            )
 
 
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -114,7 +135,9 @@ def compute(op: Any, *args: Any, **kwargs: Any) -> Any:
 
     args, kwargs = tuple(map(unwrap, args)), {key: unwrap(value) for key, value in kwargs.items()}
     if others and same:
-        raise RuntimeError(f"{op}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
+        raise RuntimeError(
+            f"{op}: Expected all tensors to be on the same device, but found cuda:0 and cpu"
+        )
     result = (fp32_product if op._overloadname.startswith("dtype") else op)(*args, **kwargs)
     return result if to is not None and torch.device(to).type == "cpu" else tree_map(wrap, result)
 
@@ -164,7 +187,9 @@ OWN = {"copy_": copy, "resize_": resize, "_foreach_copy_": copy_all}
 
 def collective(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Gloo does NCCL's part in the same memory."""
-    args, kwargs = tree_map(lambda x: on(CPU, x) if isinstance(x, Tensor) and x.is_cuda else x, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda x: on(CPU, x) if isinstance(x, Tensor) and x.is_cuda else x, (args, kwargs)
+    )
     return tree_map(lambda x: on(CUDA, x) if isinstance(x, Tensor) else x, op(*args, **kwargs))
 
 
@@ -209,7 +234,9 @@ class Stream:
 def pin(tensor: Tensor, *_: object) -> Tensor:
     """A copy in memory that counts as page-locked."""
     if tensor.is_cuda:
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        raise RuntimeError(
+            "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
+        )
     if tensor.is_pinned():
         return tensor
     locked = tensor.detach().clone()
@@ -228,7 +255,9 @@ def resize_storage(storage: torch.UntypedStorage, size: int) -> None:
     if size == 0:
         torch.empty(0, dtype=torch.uint8, device=CUDA).set_(storage).fill_(0xFF)
     elif size > storage.nbytes():
-        raise RuntimeError(f"a storage of the GPU of {storage.nbytes()} bytes does not grow to {size}")
+        raise RuntimeError(
+            f"a storage of the GPU of {storage.nbytes()} bytes does not grow to {size}"
+        )
 
 
 def install() -> None:
@@ -236,9 +265,14 @@ def install() -> None:
     _make_device()
     _register_kernels()
     rank = os.environ.get("RANK", 0)
-    gpu = types.SimpleNamespace(uuid=f"GPU-{rank}", name="NVIDIA H100 80GB HBM3", total_memory=80 << 30)
+    gpu = types.SimpleNamespace(
+        uuid=f"GPU-{rank}", name="NVIDIA H100 80GB HBM3", total_memory=80 << 30
+    )
     for names, answer in (
-        ("_lazy_init set_device set_stream empty_cache ipc_collect reset_peak_memory_stats set_rng_state", None),
+        (
+            "_lazy_init set_device set_stream empty_cache ipc_collect reset_peak_memory_stats set_rng_state",
+            None,
+        ),
         ("set_rng_state_all manual_seed manual_seed_all", None),
         ("is_available is_initialized is_bf16_supported", True),
         ("current_device _exchange_device _maybe_exchange_device", 0),
@@ -274,7 +308,10 @@ def install() -> None:
 
         set_accelerator(cuda_accelerator.CUDA_Accelerator())
     fused.can_compile = lambda device: False  # type: ignore[assignment]
-    for name, begins in (("zero_", True), ("require_repeated", False)):  # around the micro-batches of `train_step`
+    for name, begins in (
+        ("zero_", True),
+        ("require_repeated", False),
+    ):  # around the micro-batches of `train_step`
         setattr(ClippedSum, name, _marked(getattr(ClippedSum, name), begins))
 
 
@@ -308,13 +345,20 @@ def _register_kernels() -> None:
         elif packet in ON_SIZES or packet in OWN:
             kernel = OWN.get(packet, on_sizes)
         elif has("CompositeExplicitAutograd") or has("CompositeExplicitAutogradNonFunctional"):
-            returned = [value.alias_info for value in torch._C._get_schema(f"aten::{packet}", overload).returns]
-            if any(alias is not None and not alias.is_write for alias in returned):  # a view, made by another operation
+            returned = [
+                value.alias_info
+                for value in torch._C._get_schema(f"aten::{packet}", overload).returns
+            ]
+            if any(
+                alias is not None and not alias.is_write for alias in returned
+            ):  # a view, made by another operation
                 continue
             kernel = compute
         else:
             continue
-        call = functools.partial(_call, kernel, getattr(torch.ops, room), packet, overload or "default")
+        call = functools.partial(
+            _call, kernel, getattr(torch.ops, room), packet, overload or "default"
+        )
         rooms[room].impl(op, call, "CUDA", allow_override=True)
 
 
@@ -330,7 +374,9 @@ def _make_device() -> None:
     no, yes = (ctypes.cast(answer, word).value for answer in answers)
     methods = (word * 102)(*[no] * 102)
     guard = word(ctypes.addressof(methods))
-    guards = (word * 2).in_dll(ctypes.CDLL(folder / "libc10.so"), "_ZN3c104impl26device_guard_impl_registryE")
+    guards = (word * 2).in_dll(
+        ctypes.CDLL(folder / "libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
+    )
     guards[1] = ctypes.addressof(guard)  # by the numbers of device types: the CPU's is 0
     torch._C._ensureCUDADeviceGuardSet()
 
@@ -346,4 +392,6 @@ def _make_device() -> None:
         if torch.accelerator.current_accelerator() == torch.device("cuda"):
             return
         methods[number] = no
-    raise RuntimeError(f"torch {torch.__version__} keeps its hooks of CUDA elsewhere: follow it here")
+    raise RuntimeError(
+        f"torch {torch.__version__} keeps its hooks of CUDA elsewhere: follow it here"
+    )

@@ -24,14 +24,35 @@ from tests import loss_distributions
 from tests.processes import Start
 
 PRELOADED = (
-    "pytest", "torch", "torch._dynamo", "torch.distributed.tensor", "functorch.compile", "networkx", "setuptools",
-    "deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.runtime.superoffload.superoffload_stage3", "deepspeed.runtime.zero.muon.muon_optimizer",
-    "deepspeed.utils.pin_memory", "deepspeed.comm.mori", "fairscale.optim.oss", "dp_accounting.pld.accountant",
-    "prv_accountant", "torch.utils.tensorboard", "torch.profiler._cupti_monitor", "PIL.Image", "rich._emoji_codes",
-    "trainer.config.cli", "trainer.run.start", "trainer.report", "trainer.publish",
-    "trainer.engines.deepspeed", "trainer.engines.fairscale", "trainer.engines.fsdp",
-)  # fmt: skip
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "functorch.compile",
+    "networkx",
+    "setuptools",
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.utils.pin_memory",
+    "deepspeed.comm.mori",
+    "fairscale.optim.oss",
+    "dp_accounting.pld.accountant",
+    "prv_accountant",
+    "torch.utils.tensorboard",
+    "torch.profiler._cupti_monitor",
+    "PIL.Image",
+    "rich._emoji_codes",
+    "trainer.config.cli",
+    "trainer.run.start",
+    "trainer.report",
+    "trainer.publish",
+    "trainer.engines.deepspeed",
+    "trainer.engines.fairscale",
+    "trainer.engines.fsdp",
+)
 """What ranks and commands import, at once or when they build an engine."""
 
 
@@ -110,7 +131,9 @@ def _main() -> None:
     torch.set_num_threads(1)
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
-        raise RuntimeError(f"{len(threads)} threads run in the process that tests fork: a fork copies only one of them")
+        raise RuntimeError(
+            f"{len(threads)} threads run in the process that tests fork: a fork copies only one of them"
+        )
     gc.collect()
     gc.disable()
     gc.freeze()  # the collector does not touch, and so does not copy, the memory that children share

@@ -32,7 +32,11 @@ def share() -> None:
     if FOLDER in os.environ:
         folder = Path(os.environ[FOLDER])
         for name in CONSTRUCTORS:
-            setattr(privacy_loss_distribution, name, shared(getattr(privacy_loss_distribution, name), folder))
+            setattr(
+                privacy_loss_distribution,
+                name,
+                shared(getattr(privacy_loss_distribution, name), folder),
+            )
 
 
 def shared(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
@@ -41,7 +45,9 @@ def shared(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     @functools.wraps(make)
     def kept(*arguments: Any, **named: Any) -> "Kept":
         key = pickle.dumps((make.__name__, arguments, sorted(named.items())))
-        return Kept(folder, key, lambda: _kept(folder, key, lambda: make(*arguments, **named), SLOW))
+        return Kept(
+            folder, key, lambda: _kept(folder, key, lambda: make(*arguments, **named), SLOW)
+        )
 
     return kept
 
@@ -60,7 +66,9 @@ class Kept:
         return getattr(self._whole, name)
 
     def self_compose(self, count: int) -> "Kept":
-        return Kept(self._folder, pickle.dumps((self._key, count)), lambda: self._whole.self_compose(count))
+        return Kept(
+            self._folder, pickle.dumps((self._key, count)), lambda: self._whole.self_compose(count)
+        )
 
     def get_epsilon_for_delta(self, delta: float) -> Any:
         key = pickle.dumps((self._key, "epsilon", delta))

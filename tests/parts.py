@@ -45,7 +45,9 @@ def note(part: int, reports: Mapping[str, Sequence[Any]], seconds: float) -> Non
         "machine": machine(),
         "minutes": round(seconds / 60, 1),
         **{outcome: len(reports.get(outcome, ())) for outcome in OUTCOMES},
-        "not passed": sorted({report.nodeid for kind in ("failed", "error") for report in reports.get(kind, ())}),
+        "not passed": sorted(
+            {report.nodeid for kind in ("failed", "error") for report in reports.get(kind, ())}
+        ),
     }
     JSON_RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
     JSON_RECORD.with_suffix(".md").write_text(page_of())
@@ -57,7 +59,11 @@ def page_of() -> str:
     columns = ("commit", "date", "machine", "minutes", *OUTCOMES)
     lines = [TITLE, f"| part | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for part in map(str, range(1, NUM_PARTS + 1)):
-        words = [str(record[part][column]) for column in columns] if part in record else ["has not run"] + [""] * 7
+        words = (
+            [str(record[part][column]) for column in columns]
+            if part in record
+            else ["has not run"] + [""] * 7
+        )
         lines.append(f"| {part} | {' | '.join(words)} |")
     for part, run in record.items():
         lines += [f"\nNot passed in part {part}: `{test}`" for test in run["not passed"]]

@@ -27,133 +27,176 @@ class Mistake(NamedTuple):
 
 MISTAKES = [
     Mistake(
-        "a layer that is used twice counts the product of its two gradients once", "privacy/clipping/norms.py",
-        "squared_B + 2 * inner(x, y)", "squared_B + inner(x, y)", "tests/privacy/clipping",
-    ),
-    Mistake(
-        "padding tokens of an embedding move the sum", "privacy/clipping/rules.py",
-        "if module.padding_idx is not None:\n"
-        "        g_BTp",
-        "if module.padding_idx is None:\n"
-        "        g_BTp",
+        "a layer that is used twice counts the product of its two gradients once",
+        "privacy/clipping/norms.py",
+        "squared_B + 2 * inner(x, y)",
+        "squared_B + inner(x, y)",
         "tests/privacy/clipping",
     ),
     Mistake(
-        "what is not finite of an example is multiplied by zero, not zeroed", "privacy/clipping/clipped_sum.py",
-        "blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None", "blank_B=None", "tests/privacy/clipping",
+        "padding tokens of an embedding move the sum",
+        "privacy/clipping/rules.py",
+        "if module.padding_idx is not None:\n        g_BTp",
+        "if module.padding_idx is None:\n        g_BTp",
+        "tests/privacy/clipping",
     ),
     Mistake(
-        "the cap keeps the largest coins", "privacy/sampling/poisson.py",
-        "np.lexsort((ids, values))[:cap]", "np.lexsort((ids, values))[-cap:]", "tests/privacy",
+        "what is not finite of an example is multiplied by zero, not zeroed",
+        "privacy/clipping/clipped_sum.py",
+        "blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None",
+        "blank_B=None",
+        "tests/privacy/clipping",
     ),
     Mistake(
-        "an example is augmented alike in every step", "privacy/sampling/poisson.py",
-        "blocks[:, 0] = step", "blocks[:, 0] = 0", "tests/privacy tests/data",
+        "the cap keeps the largest coins",
+        "privacy/sampling/poisson.py",
+        "np.lexsort((ids, values))[:cap]",
+        "np.lexsort((ids, values))[-cap:]",
+        "tests/privacy",
     ),
     Mistake(
-        "the intent is written after the reduction", "privacy/step/step.py",
+        "an example is augmented alike in every step",
+        "privacy/sampling/poisson.py",
+        "blocks[:, 0] = step",
+        "blocks[:, 0] = 0",
+        "tests/privacy tests/data",
+    ),
+    Mistake(
+        "the intent is written after the reduction",
+        "privacy/step/step.py",
         "    if not clipped.leaves_process:\n"
         "        lr = _intend(mechanism, step, releases)\n"
-        "    laps.end(\"intent\")\n"
+        '    laps.end("intent")\n'
         "\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n",
-        "    laps.end(\"intent\")\n"
+        '    laps.end("intent")\n'
         "    shards = reduce_to_owners(clipped, engine.layout)\n"
         "    if not clipped.leaves_process:\n"
         "        lr = _intend(mechanism, step, releases)\n",
         "tests/trainer/test_audit_mechanism.py",
     ),
     Mistake(
-        "noise repeats from one draw to the next", "privacy/noise.py",
-        "Cipher(algorithms.AES256(os.urandom(32)), modes", "Cipher(algorithms.AES256(b'k' * 32), modes",
+        "noise repeats from one draw to the next",
+        "privacy/noise.py",
+        "Cipher(algorithms.AES256(os.urandom(32)), modes",
+        "Cipher(algorithms.AES256(b'k' * 32), modes",
         "tests/privacy/test_noise.py",
     ),
     Mistake(
-        "the slack of the sensitivity is not charged", "privacy/accounting/accountants.py",
-        "return noise_multiplier / (1 + sensitivity_slack)", "return noise_multiplier", "tests/privacy/test_plan.py",
+        "the slack of the sensitivity is not charged",
+        "privacy/accounting/accountants.py",
+        "return noise_multiplier / (1 + sensitivity_slack)",
+        "return noise_multiplier",
+        "tests/privacy/test_plan.py",
     ),
     Mistake(
-        "a group of people is charged as if its records never met in a batch", "privacy/accounting/accountants.py",
-        "shifts = [float(hits) for hits in range(k + 1)]", "shifts = [float(hits > 0) for hits in range(k + 1)]",
+        "a group of people is charged as if its records never met in a batch",
+        "privacy/accounting/accountants.py",
+        "shifts = [float(hits) for hits in range(k + 1)]",
+        "shifts = [float(hits > 0) for hits in range(k + 1)]",
         "tests/privacy/test_accounting.py",
     ),
     Mistake(
-        "a ledger line is not flushed to the disk", "privacy/ledger/chain.py",
-        "durable.write(self._descriptor, data)\n"
-        "            durable.fsync(self._descriptor)",
+        "a ledger line is not flushed to the disk",
+        "privacy/ledger/chain.py",
+        "durable.write(self._descriptor, data)\n            durable.fsync(self._descriptor)",
         "durable.write(self._descriptor, data)",
         "tests/crashes",
     ),
     Mistake(
-        "a torn line is never charged", "privacy/ledger/records.py",
-        "return is_between_steps and has_steps and has_budget and self.closed is None", "return False",
+        "a torn line is never charged",
+        "privacy/ledger/records.py",
+        "return is_between_steps and has_steps and has_budget and self.closed is None",
+        "return False",
         "tests/privacy/test_ledger_damage.py",
     ),
     Mistake(
-        "a resume takes any checkpoint that lies there", "privacy/run/run.py",
+        "a resume takes any checkpoint that lies there",
+        "privacy/run/run.py",
         "        ledger.require_recorded(checkpoint.path)\n",
         "        pass\n",
         "tests/trainer/test_import_provenance.py",
     ),
     Mistake(
-        "the reduction over ranks leaves out the last one", "privacy/step/collectives.py",
-        "for row in received[1:]:", "for row in received[1:-1] if len(received) > 2 else received[1:]:",
+        "the reduction over ranks leaves out the last one",
+        "privacy/step/collectives.py",
+        "for row in received[1:]:",
+        "for row in received[1:-1] if len(received) > 2 else received[1:]:",
         "tests/distributed/test_accumulation.py",
     ),
     Mistake(
-        "the verifier believes the stated deviation of the noise", "privacy/verify.py",
+        "the verifier believes the stated deviation of the noise",
+        "privacy/verify.py",
         "math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True)",
         "math.isclose(a, b, rel_tol=1e-1) for a, b in zip(theirs, ours, strict=True)",
         "tests/privacy/verify/test_every_field.py",
     ),
     Mistake(
-        "the training loss is published", "trainer/loop/reporting.py",
+        "the training loss is published",
+        "trainer/loop/reporting.py",
         "self._public.scalars(step, public)\n",
-        "loss = Public(private[\"train/loss\"].inside(), Reason.NOISED)\n"
-        "            self._public.scalars(step, public | {\"train/loss\": loss})\n",
+        'loss = Public(private["train/loss"].inside(), Reason.NOISED)\n'
+        '            self._public.scalars(step, public | {"train/loss": loss})\n',
         "tests/trainer/test_non_interference.py",
     ),
     Mistake(
-        "DeepSpeed clips the noised gradient", "trainer/config/machine.py",
-        "\"gradient_clipping\": 0.0,\n"
-        "        \"prescale",
-        "\"gradient_clipping\": 1.0,\n"
-        "        \"prescale",
+        "DeepSpeed clips the noised gradient",
+        "trainer/config/machine.py",
+        '"gradient_clipping": 0.0,\n        "prescale',
+        '"gradient_clipping": 1.0,\n        "prescale',
         "tests/trainer/test_ds_config.py",
     ),
     Mistake(
-        "bytes that cannot be read count as an undecodable example", "data/reading/reader.py",
-        "raise ReadError(f\"{where} does not fit its index ({error}); index again\") from error",
+        "bytes that cannot be read count as an undecodable example",
+        "data/reading/reader.py",
+        'raise ReadError(f"{where} does not fit its index ({error}); index again") from error',
         "yield RawExample(None, {})",
         "tests/data/test_index.py",
     ),
     Mistake(
-        "an autoencoder is judged by the patches that it sees", "models/masked_autoencoder.py",
-        "error_BP.masked_fill(~mask_BP, 0)", "error_BP.masked_fill(mask_BP, 0)", "tests/models/test_masked_autoencoder.py",
+        "an autoencoder is judged by the patches that it sees",
+        "models/masked_autoencoder.py",
+        "error_BP.masked_fill(~mask_BP, 0)",
+        "error_BP.masked_fill(mask_BP, 0)",
+        "tests/models/test_masked_autoencoder.py",
     ),
     Mistake(
-        "the last step of a cosine does not move", "trainer/optimizers/__init__.py",
-        "(end + 1 - warmup), 1.0)", "(end - warmup), 1.0)", "tests/trainer/test_optimizers.py",
+        "the last step of a cosine does not move",
+        "trainer/optimizers/__init__.py",
+        "(end + 1 - warmup), 1.0)",
+        "(end - warmup), 1.0)",
+        "tests/trainer/test_optimizers.py",
     ),
     Mistake(
-        "zero-shot classification divides a caption's log-probability by the longest caption", "evaluation/zero_shot.py",
-        "(log_probs_NC, log_probs_NC / lengths_C)", "(log_probs_NC, log_probs_NC / lengths_C.max())",
+        "zero-shot classification divides a caption's log-probability by the longest caption",
+        "evaluation/zero_shot.py",
+        "(log_probs_NC, log_probs_NC / lengths_C)",
+        "(log_probs_NC, log_probs_NC / lengths_C.max())",
         "tests/evaluation/test_zero_shot.py",
     ),
-]  # fmt: skip
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plants mistakes and prints as JSON which test finds each.")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers from 1 on; all by default")
+    parser = argparse.ArgumentParser(
+        description="Plants mistakes and prints as JSON which test finds each."
+    )
     parser.add_argument(
-        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; this one by default"
+        "--only", type=int, nargs="+", metavar="N", help="numbers from 1 on; all by default"
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=Path(__file__).resolve().parents[1],
+        help="a checkout; this one by default",
     )
     options = parser.parse_args()
     found: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        subprocess.run(["git", "clone", "--quiet", "--shared", str(options.root), str(copy)], check=True)
+        subprocess.run(
+            ["git", "clone", "--quiet", "--shared", str(options.root), str(copy)], check=True
+        )
         for number, mistake in enumerate(MISTAKES, 1):
             if options.only and number not in options.only:
                 continue
@@ -161,11 +204,18 @@ def main() -> None:
             path = copy / mistake.file
             text = path.read_text()
             if text.count(mistake.old) != 1:
-                found[str(number)] = {"what": mistake.what, "found_by": "its text is not in the code"}
+                found[str(number)] = {
+                    "what": mistake.what,
+                    "found_by": "its text is not in the code",
+                }
                 continue
             path.write_text(text.replace(mistake.old, mistake.new))
             found_by = first_failure(copy, mistake.tests.split()) or first_failure(copy, ["tests"])
-            found[str(number)] = {"what": mistake.what, "file": mistake.file, "found_by": found_by or "nothing"}
+            found[str(number)] = {
+                "what": mistake.what,
+                "file": mistake.file,
+                "found_by": found_by or "nothing",
+            }
             print(f"    {found_by or 'nothing'}", file=sys.stderr, flush=True)
             path.write_text(text)
     print(json.dumps(found, indent=1))

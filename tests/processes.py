@@ -45,10 +45,17 @@ class Forked:
     """A started process with the methods of subprocess.Popen that tests use."""
 
     def __init__(
-        self, command: Sequence[str | Path], *, stdout: Path, stderr: Path | None = None,
-        env: dict[str, str] | None = None, cwd: Path = ROOT,
-    ) -> None:  # fmt: skip
-        start = Start(tuple(map(str, command)), env or quiet_environment(), cwd, stdout, stderr or stdout)
+        self,
+        command: Sequence[str | Path],
+        *,
+        stdout: Path,
+        stderr: Path | None = None,
+        env: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
+        start = Start(
+            tuple(map(str, command)), env or quiet_environment(), cwd, stdout, stderr or stdout
+        )
         self.args = start.command
         self.stdout = stdout
         self.pid: int = _ask(start)
@@ -97,7 +104,11 @@ def kill_group(process: "Forked | subprocess.Popen[str] | subprocess.Popen[bytes
 
 
 def run_python(
-    command: Sequence[str | Path], *, timeout: float = 240, env: dict[str, str] | None = None, cwd: Path = ROOT
+    command: Sequence[str | Path],
+    *,
+    timeout: float = 240,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script or -m MODULE to its end and returns exit code and output; kills it with its workers at the timeout.
 
@@ -124,9 +135,14 @@ def _ask(question: Start | int) -> int | None:
     global _server
     if _server is None:
         ours, theirs = Pipe()
-        environment = quiet_environment(TORCH_CPP_LOG_LEVEL="ERROR")  # as train.py sets it before it imports torch
+        environment = quiet_environment(
+            TORCH_CPP_LOG_LEVEL="ERROR"
+        )  # as train.py sets it before it imports torch
         command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())]
-        _server = ours, subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
+        _server = (
+            ours,
+            subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()]),
+        )
         theirs.close()
         atexit.register(end_server)
     connection, _ = _server

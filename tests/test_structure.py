@@ -71,10 +71,15 @@ def imports(tree: ast.AST, *, at_import_time: bool = False) -> Iterator[str]:
             assert node.module is not None
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in (
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        ):
             for other in node.orelse:
                 yield from imports(ast.Module([other], []), at_import_time=at_import_time)
-        elif not (at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+        elif not (
+            at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        ):
             yield from imports(node, at_import_time=at_import_time)
 
 
@@ -105,9 +110,14 @@ def test_imports_go_one_way(package: str) -> None:
 def test_only_the_privacy_room_imports_relatively() -> None:
     """It is installed under a name of its own too; every other room runs from the clone alone."""
     for path in python_files(*PACKAGES):
-        text, in_the_library = path.read_text(), is_part_of(relative(path).replace("/", "."), "privacy")
+        text, in_the_library = (
+            path.read_text(),
+            is_part_of(relative(path).replace("/", "."), "privacy"),
+        )
         forbidden = r"^ *(from|import) privacy\b" if in_the_library else r"^ *from \."
-        assert not re.search(forbidden, text, re.MULTILINE), f"{relative(path)} mixes relative and absolute imports"
+        assert not re.search(forbidden, text, re.MULTILINE), (
+            f"{relative(path)} mixes relative and absolute imports"
+        )
 
 
 @pytest.mark.parametrize("guarded", ONLY_IN)
@@ -118,20 +128,26 @@ def test_packages_behind_doors(guarded: str) -> None:
             assert not found, f"{relative(path)} imports {found[0]}"
 
 
-@pytest.mark.parametrize("guarded", ["tensorboard", "torch.utils.tensorboard", "mpi4py", "opacus", "transformers"])
+@pytest.mark.parametrize(
+    "guarded", ["tensorboard", "torch.utils.tensorboard", "mpi4py", "opacus", "transformers"]
+)
 def test_imported_when_used(guarded: str) -> None:
     """Inside of functions only. (Engine modules may import theirs: each is imported only for its engine.)"""
     for path in python_files(*PACKAGES):
         if path in (CARRIED, FOR_TRANSFORMERS):
             continue
-        found = [name for name in imports_of(path, at_import_time=True) if is_part_of(name, guarded)]
+        found = [
+            name for name in imports_of(path, at_import_time=True) if is_part_of(name, guarded)
+        ]
         assert not found, f"{relative(path)} imports {found[0]} at import time"
         for one in ("models.converters.modeling_captioner", "privacy.loop.trainer"):
             assert one not in imports_of(path), f"{relative(path)} imports {one}"
 
 
 def test_engine_modules_are_imported_for_their_engine() -> None:
-    wrapped = [p for p in python_files("trainer/engines") if p.stem in ("deepspeed", "fairscale", "fsdp")]
+    wrapped = [
+        p for p in python_files("trainer/engines") if p.stem in ("deepspeed", "fairscale", "fsdp")
+    ]
     assert wrapped
     names = {f"trainer.engines.{path.stem}" for path in wrapped}
     for path in python_files(*PACKAGES):
@@ -204,11 +220,20 @@ def test_every_command_starts_anywhere_and_its_packages_are_ours() -> None:
     """
     scripts = [str(path) for path in python_files("launch_scripts")]
     done = subprocess.run(
-        [sys.executable, "-c", STARTS, *scripts], cwd=ROOT, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", STARTS, *scripts],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    places = {name: str(ROOT / name / "__init__.py") for name in ("models", "privacy", "data", "trainer", "evaluation")}
-    assert [json.loads(line) for line in done.stderr.splitlines()] == [{"script": one, **places} for one in scripts]
+    places = {
+        name: str(ROOT / name / "__init__.py")
+        for name in ("models", "privacy", "data", "trainer", "evaluation")
+    }
+    assert [json.loads(line) for line in done.stderr.splitlines()] == [
+        {"script": one, **places} for one in scripts
+    ]
 
 
 def test_every_package_has_an_init() -> None:
@@ -226,14 +251,18 @@ def test_no_error_is_swallowed() -> None:
             if isinstance(node, ast.ExceptHandler):
                 is_bare = node.type is None
                 does_nothing = all(isinstance(statement, ast.Pass) for statement in node.body)
-                assert not is_bare and not does_nothing, f"{relative(path)}:{node.lineno} swallows errors"
+                assert not is_bare and not does_nothing, (
+                    f"{relative(path)}:{node.lineno} swallows errors"
+                )
 
 
 def test_no_file_imports_itself_through_others() -> None:
     """A circle of files is one file that nobody can read in parts."""
     trees = {}
     for path in python_files(*PACKAGES):
-        trees[relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = parsed(path)
+        trees[relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = (
+            parsed(path)
+        )
     assert import_circle(import_graph(trees)) == []
 
 
@@ -241,8 +270,16 @@ def test_no_stand_in_for_a_type_outside_of_tests() -> None:
     """A SimpleNamespace is what no type checker sees through."""
     for path in python_files(*PACKAGES):
         for node in ast.walk(parsed(path)):
-            named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-            assert named != "SimpleNamespace", f"{relative(path)}:{node.lineno} uses SimpleNamespace"
+            named = (
+                node.id
+                if isinstance(node, ast.Name)
+                else node.attr
+                if isinstance(node, ast.Attribute)
+                else ""
+            )
+            assert named != "SimpleNamespace", (
+                f"{relative(path)}:{node.lineno} uses SimpleNamespace"
+            )
 
 
 @pytest.mark.full
@@ -264,9 +301,18 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
     lines.insert(function.body[1].lineno - 1, "    print(mechanism.planted)\n")
     lines.insert(mechanism.end_lineno, "    planted: float\n")
     step.write_text("".join(lines))
-    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--no-error-summary",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     errors = done.stdout.splitlines()
-    assert done.returncode == 1 and all("planted" in line for line in errors if ": error:" in line), done.stdout
+    assert done.returncode == 1 and all(
+        "planted" in line for line in errors if ": error:" in line
+    ), done.stdout
     builders = {line.partition(":")[0] for line in errors if ": error:" in line}
     assert builders == {"privacy/run/run.py"}, done.stdout

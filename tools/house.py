@@ -35,7 +35,9 @@ def parse(text: str, name: str) -> ast.Module:
     package = name.rpartition("/")[0].replace("/", ".")
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            node.module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+            node.module = importlib.util.resolve_name(
+                "." * node.level + (node.module or ""), package
+            )
             node.level = 0
     return tree
 
@@ -47,7 +49,10 @@ def runtime_imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in (
+            "TYPE_CHECKING",
+            "typing.TYPE_CHECKING",
+        ):
             yield from runtime_imports(ast.Module(node.orelse, []))
         else:
             yield from runtime_imports(node)
@@ -77,13 +82,24 @@ def import_circle(graph: dict[str, set[str]]) -> list[str]:
 
 def code_lines(text: str) -> set[int]:
     """Numbers of the lines that hold code: no blank lines, comments and docstrings."""
-    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    no_code = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in no_code:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             assert node.end_lineno is not None
             lines.difference_update(range(node.lineno, node.end_lineno + 1))
     return lines
@@ -116,11 +132,16 @@ def recipe_keys(trees: Iterable[ast.Module], root: str = "RunConfig") -> list[st
     }
 
     def fields(name: str) -> list[tuple[str, str]]:
-        return [*(pair for base in extended.get(name, []) for pair in fields(base)), *classes.get(name, [])]
+        return [
+            *(pair for base in extended.get(name, []) for pair in fields(base)),
+            *classes.get(name, []),
+        ]
 
     def leaves(name: str, prefix: str) -> Iterator[str]:
         for field, annotation in fields(name):
-            section = next((word for word in re.findall(r"\w+\b(?!\()", annotation) if classes.get(word)), None)
+            section = next(
+                (word for word in re.findall(r"\w+\b(?!\()", annotation) if classes.get(word)), None
+            )
             yield from leaves(section, f"{prefix}{field}.") if section else [f"{prefix}{field}"]
 
     return list(leaves(root, ""))
@@ -131,12 +152,16 @@ def lines_of_tests(texts: Iterable[str]) -> dict[str, int]:
     counted = Counter[str]()
     for text in texts:
         tests = [
-            node for node in ast.walk(ast.parse(text)) if isinstance(node, Function) and node.name.startswith("test_")
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, Function) and node.name.startswith("test_")
         ]
         counted["lines"] += text.count("\n")
         counted["code"] += len(code_lines(text))
         counted["inside_tests"] += sum(
-            (node.end_lineno or 0) - min([node.lineno, *(one.lineno for one in node.decorator_list)]) + 1
+            (node.end_lineno or 0)
+            - min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            + 1
             for node in tests
         )
         counted["in_files_without_a_test"] += 0 if tests else text.count("\n")
@@ -147,10 +172,22 @@ def lines_of_tests(texts: Iterable[str]) -> dict[str, int]:
 
 def measure(root: Path) -> dict[str, object]:
     """All figures of a checkout."""
-    listed = subprocess.run(["git", "-C", str(root), "ls-files"], capture_output=True, text=True, check=True)
-    files = [name for name in listed.stdout.splitlines() if (root / name).is_file() and not (root / name).is_symlink()]
-    texts = {name: (root / name).read_text() for name in files if name.endswith((".py", *OTHER_SOURCE))}
-    source = {name: text for name, text in texts.items() if name.endswith(".py") and not name.startswith("tests/")}
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files"], capture_output=True, text=True, check=True
+    )
+    files = [
+        name
+        for name in listed.stdout.splitlines()
+        if (root / name).is_file() and not (root / name).is_symlink()
+    ]
+    texts = {
+        name: (root / name).read_text() for name in files if name.endswith((".py", *OTHER_SOURCE))
+    }
+    source = {
+        name: text
+        for name, text in texts.items()
+        if name.endswith(".py") and not name.startswith("tests/")
+    }
     others = sum(
         text.count("\n")
         for name, text in texts.items()
@@ -180,8 +217,15 @@ def measure(root: Path) -> dict[str, object]:
         for name in ("Choices", "PlanChoices", "PrivacyPlan")
         for field, _ in fields_of(trees[module]).get(name, [])
     ]
-    named_in = {field: sum(bool(re.search(rf"\b{field}\b", text)) for text in source.values()) for field in plan_fields}
-    pages = [name for name in files if name.endswith(".md") and not name.startswith(("benchmarks/results/", "tests/"))]
+    named_in = {
+        field: sum(bool(re.search(rf"\b{field}\b", text)) for text in source.values())
+        for field in plan_fields
+    }
+    pages = [
+        name
+        for name in files
+        if name.endswith(".md") and not name.startswith(("benchmarks/results/", "tests/"))
+    ]
     return {
         "source": {
             "lines": sum(text.count("\n") for text in source.values()),
@@ -194,12 +238,18 @@ def measure(root: Path) -> dict[str, object]:
             "median_function_length": statistics.median(lengths),
         },
         "tests": lines_of_tests(
-            text for name, text in texts.items() if name.startswith("tests/") and name.endswith(".py")
+            text
+            for name, text in texts.items()
+            if name.startswith("tests/") and name.endswith(".py")
         ),
         "words_of_pages": sum(len((root / name).read_text().split()) for name in pages),
         "root_files": sum("/" not in name for name in files),
         "recipe_keys": len(
-            recipe_keys(tree for name, tree in trees.items() if name.startswith(("trainer.config", "privacy.")))
+            recipe_keys(
+                tree
+                for name, tree in trees.items()
+                if name.startswith(("trainer.config", "privacy."))
+            )
         ),
         "source_files_that_name_a_plan_field": {
             "median": statistics.median(named_in.values()),
@@ -211,9 +261,14 @@ def measure(root: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures the size and shape of the code and prints JSON.")
+    parser = argparse.ArgumentParser(
+        description="Measures the size and shape of the code and prints JSON."
+    )
     parser.add_argument(
-        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; this one by default"
+        "--root",
+        type=Path,
+        default=Path(__file__).resolve().parents[1],
+        help="a checkout; this one by default",
     )
     print(json.dumps(measure(parser.parse_args().root), indent=1))
 

@@ -35,9 +35,14 @@ with PrivateLoop(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures which statements runs execute and prints JSON.")
+    parser = argparse.ArgumentParser(
+        description="Measures which statements runs execute and prints JSON."
+    )
     parser.add_argument(
-        "--root", type=Path, default=Path(__file__).resolve().parents[1], help="a checkout; this one by default"
+        "--root",
+        type=Path,
+        default=Path(__file__).resolve().parents[1],
+        help="a checkout; this one by default",
     )
     root = parser.parse_args().root.resolve()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,15 +55,30 @@ def main() -> None:
             f"concurrency = multiprocessing, thread\ndata_file = {work}/data\n[report]\n"
             "exclude_also =\n    if TYPE_CHECKING:\n    @overload\n    : \\.\\.\\.$\n"
         )
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COVERAGE_RCFILE": str(settings)}
+        environment = os.environ | {
+            "PYTHONPATH": str(root),
+            "OMP_NUM_THREADS": "1",
+            "COVERAGE_RCFILE": str(settings),
+        }
 
         def run(*command: object, exit_code: int = 0) -> None:
             """One command of the project under coverage; what it prints is shown if it ends otherwise than it should."""
             print("running", *command, file=sys.stderr)
-            words = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", *map(str, command)]
-            done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+            words = [
+                sys.executable,
+                "-m",
+                "coverage",
+                "run",
+                f"--rcfile={settings}",
+                *map(str, command),
+            ]
+            done = subprocess.run(
+                words, cwd=root, env=environment, capture_output=True, text=True, timeout=600
+            )
             if done.returncode != exit_code:
-                sys.exit(f"exit code {done.returncode}, not {exit_code}:\n{done.stdout}{done.stderr}")
+                sys.exit(
+                    f"exit code {done.returncode}, not {exit_code}:\n{done.stdout}{done.stderr}"
+                )
 
         def share() -> dict[str, float]:
             """Statements executed so far, in all rooms together and in each."""
@@ -72,13 +92,22 @@ def main() -> None:
             files = json.loads((work / "report.json").read_text())["files"]
             shares: dict[str, float] = {}
             for name, prefix in {"all": "", **{room: f"{room}/" for room in ROOMS}}.items():
-                summaries = [file["summary"] for path, file in files.items() if path.startswith(prefix)]
+                summaries = [
+                    file["summary"] for path, file in files.items() if path.startswith(prefix)
+                ]
                 counted = sum(one["num_statements"] for one in summaries)
                 shares[name] = round(sum(one["covered_lines"] for one in summaries) / counted, 3)
                 shares[f"{name}_statements"] = counted
             return shares
 
-        settings_of_run = ("--ds_config", "ds_configs/zero3.json", "--recipe", "recipes/tiny.toml", "--engine", "local")
+        settings_of_run = (
+            "--ds_config",
+            "ds_configs/zero3.json",
+            "--recipe",
+            "recipes/tiny.toml",
+            "--engine",
+            "local",
+        )
         train = ("launch_scripts/train.py", *settings_of_run)
         run(*train, "--run_dir", work / "run")
         training = share()

@@ -14,33 +14,62 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    *("*.md", "docs/*.md", "examples/*.md", "recipes/*.md", "ds_configs/*.md", "data/*/*.md", "privacy/README.md"),
+    *(
+        "*.md",
+        "docs/*.md",
+        "examples/*.md",
+        "recipes/*.md",
+        "ds_configs/*.md",
+        "data/*/*.md",
+        "privacy/README.md",
+    ),
     *("benchmarks/*.md", "benchmarks/results/**/*.md", "tests/records/*.md"),
 )
 API = {
     "loop": ("A loop of your own", "privacy.loop privacy.loop.hugging_face privacy.loop.trainer"),
-    "plan": ("Plans and accounting", "privacy.plan privacy.plan_request privacy.accounting.group_privacy"),
-    "sampling": ("Sampling", "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows"),
+    "plan": (
+        "Plans and accounting",
+        "privacy.plan privacy.plan_request privacy.accounting.group_privacy",
+    ),
+    "sampling": (
+        "Sampling",
+        "privacy.sampling.poisson privacy.sampling.keys privacy.sampling.rows",
+    ),
     "clipping": (
         "Clipping",
         "privacy.clipping.clipped_sum privacy.clipping.accumulators privacy.clipping.certified_sum privacy.clipping.integers "
         "privacy.clipping.coverage privacy.clipping.selfcheck",
     ),
     "noise": ("Noise", "privacy.noise privacy.rounded_normal"),
-    "ledger": ("Ledger", "privacy.ledger.ledger privacy.ledger.shared privacy.boundary privacy.errors"),
+    "ledger": (
+        "Ledger",
+        "privacy.ledger.ledger privacy.ledger.shared privacy.boundary privacy.errors",
+    ),
     "card": (
         "Card and audits",
         "privacy.card.model privacy.card.report privacy.audit.folder privacy.audit.sandbox privacy.audit.mechanism",
     ),
-    "step": ("One step", "privacy.step.step privacy.step.engine privacy.checkpoints.read privacy.checkpoints.write"),
-    "recipe": ("Recipe and machine", "trainer.config.recipe trainer.config.optimizer trainer.config.machine"),
+    "step": (
+        "One step",
+        "privacy.step.step privacy.step.engine privacy.checkpoints.read privacy.checkpoints.write",
+    ),
+    "recipe": (
+        "Recipe and machine",
+        "trainer.config.recipe trainer.config.optimizer trainer.config.machine",
+    ),
     "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base"),
     "models": (
         "Models",
         "models.config models.vit models.captioner models.masked_autoencoder models.classifier",
     ),
-    "weights": ("Weights in and out", "trainer.weights.open_model trainer.weights.export models.converters"),
-    "data": ("Data", "data.index.tar_index data.examples.examples data.examples.tokenizer data.batch"),
+    "weights": (
+        "Weights in and out",
+        "trainer.weights.open_model trainer.weights.export models.converters",
+    ),
+    "data": (
+        "Data",
+        "data.index.tar_index data.examples.examples data.examples.tokenizer data.batch",
+    ),
 }
 """Pages of the API: name -> (title, modules)."""
 FIRST = {"privacy.loop": ("PrivateLoop", "StepResult", "floats", "integers", "mask", "Field")}
@@ -61,8 +90,15 @@ def build(target: Path) -> None:
     for notebook in sorted(ROOT.glob("examples/*.ipynb")):
         _write(target, notebook.relative_to(ROOT).with_suffix(".md"), _as_page(notebook))
     for name, (title, modules) in API.items():
-        objects = [f"{module}.{one}".strip(".") for module in modules.split() for one in FIRST.get(module, ("",))]
-        parts = [f"# {title}", *(f"::: {one.replace('privacy.', 'auditable_dp.', 1)}" for one in objects)]
+        objects = [
+            f"{module}.{one}".strip(".")
+            for module in modules.split()
+            for one in FIRST.get(module, ("",))
+        ]
+        parts = [
+            f"# {title}",
+            *(f"::: {one.replace('privacy.', 'auditable_dp.', 1)}" for one in objects),
+        ]
         _write(target, Path("api") / f"{name}.md", "\n\n".join(parts) + "\n")
     # The library is shown under the name that it is installed by.
     package = target.parent / "site-library/auditable_dp"
@@ -100,7 +136,9 @@ def _as_page(notebook: Path) -> str:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
         printed = "".join("".join(output.get("text", ())) for output in cell.get("outputs", ()))
-        parts += [f"````text\n{printed.rstrip()}\n````"] if printed else []  # it may have a fence of its own
+        parts += (
+            [f"````text\n{printed.rstrip()}\n````"] if printed else []
+        )  # it may have a fence of its own
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,8 +1,23 @@
 """Errors of the trainer that a user can mend; those of the library are in privacy/errors.py and known here too."""
 
-from privacy.errors import ConfigError, RemoteError, Said, StepDropped, WeightsNotFinite, in_one_line
+from privacy.errors import (
+    ConfigError,
+    RemoteError,
+    Said,
+    StepDropped,
+    WeightsNotFinite,
+    in_one_line,
+)
 
-__all__ = ["ConfigError", "HostError", "RemoteError", "Said", "StepDropped", "WeightsNotFinite", "in_one_line"]
+__all__ = [
+    "ConfigError",
+    "HostError",
+    "RemoteError",
+    "Said",
+    "StepDropped",
+    "WeightsNotFinite",
+    "in_one_line",
+]
 
 
 class HostError(RuntimeError):

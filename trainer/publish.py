@@ -44,30 +44,46 @@ def fingerprint(run_dir: Path, ledger: LedgerFile, authority: str | None) -> lis
         with contextlib.suppress(OSError):  # it is not there; or a link, which is not followed
             found[name] = read_public(run_dir, name)
     judge, answer = hashlib.sha256(found.get("verify.py", b"")).hexdigest(), found.get(stamp, b"")
-    values = f"last line of ledger.jsonl: {ledger.last_line_sha256}\nSHA-256 of verify.py: {judge}\n"
+    values = (
+        f"last line of ledger.jsonl: {ledger.last_line_sha256}\nSHA-256 of verify.py: {judge}\n"
+    )
     digest = hashlib.sha256(values.encode()).digest()
     request = bytes.fromhex(_REQUEST[0]) + digest + bytes.fromhex(_REQUEST[1])
     if authority is not None:
         try:
             if not authority.startswith(("http://", "https://")):
                 raise ValueError("it is no http:// or https:// address")
-            sent = urllib.request.Request(authority, request, {"Content-Type": "application/timestamp-query"})
+            sent = urllib.request.Request(
+                authority, request, {"Content-Type": "application/timestamp-query"}
+            )
             with urllib.request.urlopen(sent, timeout=30) as reply:
                 answer = reply.read(1 << 16)
             if digest not in answer:
                 raise ValueError(f"its answer is no time stamp of {text}")
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise ConfigError(f"--time_stamp {authority}: {error}; nothing was published") from error
+            raise ConfigError(
+                f"--time_stamp {authority}: {error}; nothing was published"
+            ) from error
     answer = answer if digest in answer else b""
     for name, content in ((text, values.encode()), (asked, request), (stamp, answer)):
-        replace_file(run_dir / name, content) if content else (run_dir / name).unlink(missing_ok=True)
+        replace_file(run_dir / name, content) if content else (run_dir / name).unlink(
+            missing_ok=True
+        )
     lines = [f"keep elsewhere: {line}" for line in values.splitlines()]
     if not answer:
-        return [*lines, f"not time-stamped: --time_stamp URL sends {asked} to an RFC 3161 authority"]
-    return [*lines, f"time-stamped; to check it: openssl ts -verify -data {text} -in {stamp} -CAfile AUTHORITY.pem"]
+        return [
+            *lines,
+            f"not time-stamped: --time_stamp URL sends {asked} to an RFC 3161 authority",
+        ]
+    return [
+        *lines,
+        f"time-stamped; to check it: openssl ts -verify -data {text} -in {stamp} -CAfile AUTHORITY.pem",
+    ]
 
 
-def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True) -> list[str]:
+def publish(
+    run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True
+) -> list[str]:
     """Copies what is public into the new folder `target`; returns lines about what was copied and what was left out.
 
     Every file has mode 0644 and every folder 0755, all have one modification time, and they are made in the order of their
@@ -81,7 +97,9 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
         NotRecorded: the newest whole checkpoint is not the one that the ledger recorded.
     """
     if run_dir.resolve() in (target.resolve(), *target.resolve().parents):
-        raise ConfigError(f"{target} lies in the run folder that is to be published; give a folder elsewhere")
+        raise ConfigError(
+            f"{target} lies in the run folder that is to be published; give a folder elsewhere"
+        )
     found = survey(run_dir)
     step, parts = (_newest_whole(run_dir) if checkpoints else None) or ("", [])
     names, latest, size = list(found.public), f"checkpoints/{LATEST}", 0
@@ -117,9 +135,13 @@ def publish(run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: boo
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, (FIXED_TIME, FIXED_TIME))
     lines = [f"published: {target} ({len(names)} files, {size:,} bytes)"]
-    lines += [f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())]
+    lines += [
+        f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())
+    ]
     if not step:
-        lines.append(f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}")
+        lines.append(
+            f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}"
+        )
     else:
         lines.append(f"left out: checkpoints: all but the newest whole one, {step}")
     return [*lines, "left out: private"]
@@ -133,7 +155,9 @@ def _newest_whole(run_dir: Path) -> tuple[str, list[str]] | None:
     for path in sorted(folder.iterdir(), reverse=True):
         if _CHECKPOINT.fullmatch(path.name) is None or path.is_symlink() or not path.is_dir():
             continue
-        files = sorted(p.name for p in path.iterdir() if p.name == MANIFEST or _PART.fullmatch(p.name))
+        files = sorted(
+            p.name for p in path.iterdir() if p.name == MANIFEST or _PART.fullmatch(p.name)
+        )
         if not all(stat.S_ISREG((path / name).lstat().st_mode) for name in files):
             continue
         try:

@@ -102,15 +102,21 @@ class CaptionExample(ImageExample):
         return [caption for caption in raw.captions(self.caption_field) if caption.strip()]
 
     def _encoded(self, caption: str, key: int) -> dict[str, np.ndarray]:
-        tokens_L, mask_L = self.tokenizer.encode(" ".join(caption[: 1 << 16].split()), self.num_tokens)
+        tokens_L, mask_L = self.tokenizer.encode(
+            " ".join(caption[: 1 << 16].split()), self.num_tokens
+        )
         return {"tokens_L": tokens_L, "token_mask_L": mask_L, **self.coin(key)}
 
     def draws(self, raw: RawExample, /) -> bool:
-        return self.train and (self.augment or self.parallel_share > 0 or len(self._captions(raw)) > 1)
+        return self.train and (
+            self.augment or self.parallel_share > 0 or len(self._captions(raw)) > 1
+        )
 
     def count_unknown(self, raw: RawExample) -> np.ndarray:
         """(2,) int64: how many words of all the example's captions the vocabulary does not know, and how many they have."""
-        counts = [self.tokenizer.count_unknown(caption) for caption in raw.captions(self.caption_field)]
+        counts = [
+            self.tokenizer.count_unknown(caption) for caption in raw.captions(self.caption_field)
+        ]
         return np.array(counts, dtype=np.int64).reshape(-1, 2).sum(axis=0)
 
     def coin(self, key: int) -> dict[str, np.ndarray]:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes are the parallelism; its threads break forks
+os.environ["TOKENIZERS_PARALLELISM"] = (
+    "false"  # worker processes are the parallelism; its threads break forks
+)
 
 from tokenizers import Tokenizer
 
@@ -19,9 +21,25 @@ from data.errors import DataError
 
 EMBEDDED_TOKENIZER = Path(__file__).parents[1] / "tokenizer" / "tokenizer.json"
 
-_BOS_NAMES = ("<bos>", "[BOS]", "[CLS]", "<s>", "<|startoftext|>", "<|begin_of_text|>", "<|endoftext|>")
+_BOS_NAMES = (
+    "<bos>",
+    "[BOS]",
+    "[CLS]",
+    "<s>",
+    "<|startoftext|>",
+    "<|begin_of_text|>",
+    "<|endoftext|>",
+)
 _EOS_NAMES = ("<eos>", "[EOS]", "[SEP]", "</s>", "<|endoftext|>", "<|end_of_text|>")
-_PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<unk>", "<|endoftext|>", "</s>")
+_PAD_NAMES = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|finetune_right_pad_id|>",
+    "<unk>",
+    "<|endoftext|>",
+    "</s>",
+)
 _UNKNOWN_NAMES = ("<unk>", "[UNK]", "<|unk|>")
 _MAX_CHARACTERS_PER_TOKEN = 64
 
@@ -77,8 +95,14 @@ class CaptionTokenizer:
             DataError: num_tokens is below 2.
         """
         if num_tokens < 2:
-            raise DataError(f"num_tokens is {num_tokens}; a caption needs at least 2 (start and end)")
-        text = caption[: _MAX_CHARACTERS_PER_TOKEN * num_tokens].encode("utf-8", "replace").decode("utf-8")
+            raise DataError(
+                f"num_tokens is {num_tokens}; a caption needs at least 2 (start and end)"
+            )
+        text = (
+            caption[: _MAX_CHARACTERS_PER_TOKEN * num_tokens]
+            .encode("utf-8", "replace")
+            .decode("utf-8")
+        )
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         words = [token for token in ids if token not in self._special_ids][: num_tokens - 2]
         tokens_L = np.full(num_tokens, self.pad_id, dtype=np.int64)

@@ -29,7 +29,9 @@ CROP_RATIO = (3 / 4, 4 / 3)
 _ORIENTATION_TAG = 0x0112
 _MEAN_C = np.array(IMAGENET_MEAN, dtype=np.float32)
 _STD_C = np.array(IMAGENET_STD, dtype=np.float32)
-_TABLE_C256 = ((np.arange(256, dtype=np.float32) / 255 - _MEAN_C[:, None]) / _STD_C[:, None]).astype(np.float32)
+_TABLE_C256 = (
+    (np.arange(256, dtype=np.float32) / 255 - _MEAN_C[:, None]) / _STD_C[:, None]
+).astype(np.float32)
 
 
 class CropBox(NamedTuple):
@@ -70,7 +72,9 @@ def train_image(data: bytes, image_size: int, key: int) -> np.ndarray:
         left, top = max(0.0, box.left * scale_x), max(0.0, box.top * scale_y)
         right = min(float(rgb.width), (box.left + box.width) * scale_x)
         bottom = min(float(rgb.height), (box.top + box.height) * scale_y)
-        cropped = rgb.resize((image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, right, bottom))
+        cropped = rgb.resize(
+            (image_size, image_size), Image.Resampling.BICUBIC, box=(left, top, right, bottom)
+        )
         return cropped.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else cropped
 
     return _normalize(decode(data, random_crop))
@@ -97,7 +101,9 @@ def eval_image(data: bytes, image_size: int) -> np.ndarray:
         rgb = to_rgb(ImageOps.exif_transpose(image))
         side = min(rgb.size)
         left, top = (rgb.width - side) // 2, (rgb.height - side) // 2
-        return rgb.crop((left, top, left + side, top + side)).resize((image_size, image_size), Image.Resampling.BICUBIC)
+        return rgb.crop((left, top, left + side, top + side)).resize(
+            (image_size, image_size), Image.Resampling.BICUBIC
+        )
 
     return _normalize(decode(data, centre_square))
 
@@ -123,12 +129,16 @@ def random_crop_box(width: int, height: int, rng: np.random.Generator) -> CropBo
         crop_width, crop_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
         left, top = rng.uniform(), rng.uniform()
         if crop_width <= width and crop_height <= height:
-            return CropBox(left * (width - crop_width), top * (height - crop_height), crop_width, crop_height)
+            return CropBox(
+                left * (width - crop_width), top * (height - crop_height), crop_width, crop_height
+            )
     crop_width, crop_height = min(width, height * CROP_RATIO[1]), min(height, width / CROP_RATIO[0])
     return CropBox((width - crop_width) / 2, (height - crop_height) / 2, crop_width, crop_height)
 
 
-def decode(data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: float = MAX_PIXELS) -> Image.Image:
+def decode(
+    data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: float = MAX_PIXELS
+) -> Image.Image:
     """Opens an image and works on it. The one place where Pillow's many exceptions become DecodeError.
 
     Raises:
@@ -140,7 +150,9 @@ def decode(data: bytes, work: Callable[[Image.Image], Image.Image], max_pixels: 
         raise DecodeError(f"the JPEG has more than {MAX_SCANS} scans")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns about the content of single private images
+            warnings.simplefilter(
+                "ignore"
+            )  # Pillow warns about the content of single private images
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 if image.width * image.height > max_pixels:
                     raise DecodeError(f"the image has more than {max_pixels:,} pixels")
@@ -155,7 +167,9 @@ def encoded(image: Image.Image, image_format: str, **more: int) -> bytes:
     """The image as jpg or webp of quality 90, or as png, without metadata; `more` for those encoders that know it."""
     buffer = io.BytesIO()
     image.info.clear()
-    image.save(buffer, {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}[image_format], quality=90, **more)
+    image.save(
+        buffer, {"jpg": "JPEG", "webp": "WEBP", "png": "PNG"}[image_format], quality=90, **more
+    )
     return buffer.getvalue()
 
 
@@ -177,5 +191,10 @@ def _normalize(image: Image.Image) -> np.ndarray:
     values_HWC = np.asarray(image)
     normalized_CHW = np.empty((3, image.height, image.width), dtype=np.float32)
     for channel in range(3):
-        np.take(_TABLE_C256[channel], values_HWC[:, :, channel], out=normalized_CHW[channel], mode="clip")
+        np.take(
+            _TABLE_C256[channel],
+            values_HWC[:, :, channel],
+            out=normalized_CHW[channel],
+            mode="clip",
+        )
     return normalized_CHW

@@ -73,7 +73,9 @@ class Settings:
     heldout_share: float = 0.0
 
 
-ROW = np.dtype([("digest", "V16"), ("hash", "u8"), ("has_hash", "?"), ("owner", "V16"), ("pixels", "V16")])
+ROW = np.dtype(
+    [("digest", "V16"), ("hash", "u8"), ("has_hash", "?"), ("owner", "V16"), ("pixels", "V16")]
+)
 """What the choice looks at: the first bytes of SHA-256 over pixels, caption and label; the perceptual hash, which featureless
 pictures lack; the digest of the owner; that of the pixels alone."""
 
@@ -98,7 +100,9 @@ def part_path(work: Path, number: int) -> Path:
     return work / f"part-{number:06d}.tar"
 
 
-def convert_part(work: Path, number: int, part: Iterable[Item], settings: Settings) -> tuple[int, Converted]:
+def convert_part(
+    work: Path, number: int, part: Iterable[Item], settings: Settings
+) -> tuple[int, Converted]:
     """Converts a part; returns its number and what is known of its examples.
 
     Raises:
@@ -120,14 +124,24 @@ def convert_part(work: Path, number: int, part: Iterable[Item], settings: Settin
                 samples[made] += [item.key] * (len(samples[made]) < _SAMPLES)
                 continue
             digest, pixels, perceptual, members = made
-            rows.append((digest, perceptual or 0, perceptual is not None, owner_digest(item.owner or ""), pixels))
+            rows.append(
+                (
+                    digest,
+                    perceptual or 0,
+                    perceptual is not None,
+                    owner_digest(item.owner or ""),
+                    pixels,
+                )
+            )
             yield f"{number:06d}{place:06d}", members
 
     write_shard(part_path(work, number), examples())
     return number, Converted(np.array(rows, dtype=ROW), dropped, samples, num_joined)
 
 
-def convert_item(item: Item, settings: Settings) -> tuple[bytes, bytes, int | None, dict[str, bytes]] | str:
+def convert_item(
+    item: Item, settings: Settings
+) -> tuple[bytes, bytes, int | None, dict[str, bytes]] | str:
     """(digest of its content, of its pixels, perceptual hash, members) of an example, or the reason why there is none."""
     if item.image is None:
         return "missing_image"
@@ -135,7 +149,9 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, bytes, int | No
         return "no_owner"
     stored = item.image
     try:
-        if isinstance(stored, Path) and not stat.S_ISREG(stored.stat().st_mode):  # a pipe would never end
+        if isinstance(stored, Path) and not stat.S_ISREG(
+            stored.stat().st_mode
+        ):  # a pipe would never end
             return "missing_image"
         data = stored.read_bytes() if isinstance(stored, Path) else stored
     except (FileNotFoundError, NotADirectoryError):
@@ -143,8 +159,12 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, bytes, int | No
     except OSError as error:  # a broken disk must not look like bad data
         if error.errno == errno.ELOOP:
             return "unsafe_path"
-        raise ReadError(f"cannot read the picture of {item.key}: {error.strerror or type(error).__name__}") from error
-    captions = list(dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None))
+        raise ReadError(
+            f"cannot read the picture of {item.key}: {error.strerror or type(error).__name__}"
+        ) from error
+    captions = list(
+        dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None)
+    )
     try:
         image = resized(data, settings.size)
     except DecodeError:
@@ -170,7 +190,9 @@ def convert_item(item: Item, settings: Settings) -> tuple[bytes, bytes, int | No
 
 def owner_digest(owner: str) -> bytes:
     """What an import keeps of an owner's name."""
-    return hashlib.blake2b(owner.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"owner").digest()
+    return hashlib.blake2b(
+        owner.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"owner"
+    ).digest()
 
 
 def clean_caption(text: str) -> str | None:
@@ -198,8 +220,12 @@ def resized(data: bytes, size: int) -> Image.Image:
 
     def shrunk(image: Image.Image) -> Image.Image:
         scale = min(1.0, size / min(image.size))
-        if image.format in ("JPEG", "MPO") and scale < 0.5:  # phones write MPO: a JPEG with others behind it
-            image.draft(None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2)))
+        if (
+            image.format in ("JPEG", "MPO") and scale < 0.5
+        ):  # phones write MPO: a JPEG with others behind it
+            image.draft(
+                None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2))
+            )
         if image.width * image.height > MAX_PIXELS:
             raise DecodeError("the image has too many pixels")
         rgb = to_rgb(ImageOps.exif_transpose(image))
@@ -209,7 +235,10 @@ def resized(data: bytes, size: int) -> Image.Image:
         shape = (max(1, round(rgb.width * scale)), max(1, round(rgb.height * scale)))
         return rgb.resize(shape, Image.Resampling.BICUBIC)
 
-    pillows, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # it counts the pixels before the draft
+    pillows, Image.MAX_IMAGE_PIXELS = (
+        Image.MAX_IMAGE_PIXELS,
+        None,
+    )  # it counts the pixels before the draft
     try:
         return decode(data, shrunk, math.inf)
     finally:

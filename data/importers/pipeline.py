@@ -81,13 +81,19 @@ def import_examples(
             advance("converting", 1, len(jobs))
         parts = [converted[number] for number in range(len(jobs))]
         rows_N = np.concatenate([np.empty(0, ROW), *(part.rows_N for part in parts)])
-        counts, kept = sum((part.dropped for part in parts), Counter[str]()), np.ones(len(rows_N), dtype=bool)
+        counts, kept = (
+            sum((part.dropped for part in parts), Counter[str]()),
+            np.ones(len(rows_N), dtype=bool),
+        )
 
         def drop(rows: np.ndarray, reason: str) -> None:
             kept[rows] = False
             counts[reason] += len(rows)
 
-        drop(np.setdiff1d(np.arange(len(rows_N)), np.unique(rows_N["digest"], return_index=True)[1]), "exact_duplicate")
+        drop(
+            np.setdiff1d(np.arange(len(rows_N)), np.unique(rows_N["digest"], return_index=True)[1]),
+            "exact_duplicate",
+        )
         if settings.duplicate_distance is not None:
             rows = np.flatnonzero(kept & rows_N["has_hash"])
             first = np.unique(rows_N["pixels"][rows], return_index=True)[1]
@@ -97,18 +103,28 @@ def import_examples(
             drop(rows[is_near & ~is_again], "near_duplicate")
         if settings.max_per_owner is not None:
             rows = np.flatnonzero(kept)
-            drop(rows[over_limit(rows_N[rows], settings.max_per_owner, settings.seed)], "owner_limit")
+            drop(
+                rows[over_limit(rows_N[rows], settings.max_per_owner, settings.seed)], "owner_limit"
+            )
         if not kept.any():
-            reasons = ", ".join(f"{count} {REASONS[reason]}" for reason, count in counts.items() if count)
+            reasons = ", ".join(
+                f"{count} {REASONS[reason]}" for reason, count in counts.items() if count
+            )
             raise DataError(
                 f"no example is left ({reasons or 'the source is empty'}); each needs a readable picture with a caption (.txt) "
                 "or label (.cls) of the same name, or the column that --caption_column or --label_column names"
             )
         kept_out = kept & held_out(rows_N, settings.heldout_share, settings.seed)
         sizes = [len(part.rows_N) for part in parts]
-        places_N2 = np.stack([np.repeat(np.arange(len(parts)), sizes), np.concatenate(list(map(np.arange, sizes)))], 1)
+        places_N2 = np.stack(
+            [np.repeat(np.arange(len(parts)), sizes), np.concatenate(list(map(np.arange, sizes)))],
+            1,
+        )
         shards = []
-        for chosen, folder, prefix in ((kept & ~kept_out, output, "train"), (kept_out, output / HELDOUT, HELDOUT)):
+        for chosen, folder, prefix in (
+            (kept & ~kept_out, output, "train"),
+            (kept_out, output / HELDOUT, HELDOUT),
+        ):
             mine = places_N2[chosen]
             if len(mine):
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -117,7 +133,10 @@ def import_examples(
                 shards.append((work, path, mine[start : start + settings.shard_examples]))
         for _ in run_all(executor, write_kept, shards):
             advance("writing", 1, len(shards))
-        samples = {reason: [key for part in parts for key in part.samples.get(reason, [])][:10] for reason in REASONS}
+        samples = {
+            reason: [key for part in parts for key in part.samples.get(reason, [])][:10]
+            for reason in REASONS
+        }
         report = {
             "private": "Counts of private data without noise: do not publish.",
             "read": len(rows_N) + sum(part.dropped.total() for part in parts),
@@ -130,7 +149,10 @@ def import_examples(
             "reasons": {reason: text for reason, text in REASONS.items() if counts[reason]},
             "samples": {reason: keys for reason, keys in samples.items() if keys},
         }
-        write_durably(output / PROVENANCE, json.dumps(provenance(settings), indent=1, ensure_ascii=False) + "\n")
+        write_durably(
+            output / PROVENANCE,
+            json.dumps(provenance(settings), indent=1, ensure_ascii=False) + "\n",
+        )
         with private_file(output / REPORT) as file:
             file.write(json.dumps(report, indent=1).encode())
         shutil.rmtree(work)
@@ -168,13 +190,21 @@ def held_out(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
         return np.zeros(count, dtype=bool)
     edges = []
     is_owned = rows_N["owner"] != np.void(owner_digest(""))
-    for field, is_known in (("digest", np.ones(count, dtype=bool)), ("owner", is_owned), ("hash", rows_N["has_hash"])):
+    for field, is_known in (
+        ("digest", np.ones(count, dtype=bool)),
+        ("owner", is_owned),
+        ("hash", rows_N["has_hash"]),
+    ):
         places = np.flatnonzero(is_known)
-        values, first, inverse = np.unique(rows_N[field][places], return_index=True, return_inverse=True)
+        values, first, inverse = np.unique(
+            rows_N[field][places], return_index=True, return_inverse=True
+        )
         edges.append(np.stack([places, places[first][inverse]], axis=1))
     edges.append(places[first][near_pairs(values, ALIKE)])  # of the hashes, which came last
     ends = np.concatenate(edges)
-    graph = coo_array((np.ones(len(ends), dtype=bool), (ends[:, 0], ends[:, 1])), shape=(count, count))
+    graph = coo_array(
+        (np.ones(len(ends), dtype=bool), (ends[:, 0], ends[:, 1])), shape=(count, count)
+    )
     _, group_N = connected_components(graph, directed=False)
     ranks_N = keyed_ranks(rows_N["digest"], seed, b"held out")
     smallest = np.full(group_N.max() + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
@@ -203,7 +233,10 @@ def near_pairs(hashes_U: np.ndarray, distance: int) -> np.ndarray:
     if distance == 0 or len(hashes_U) < 2:
         return np.zeros((0, 2), dtype=np.int64)
     bands = distance + 1
-    while BITS * (bands - distance) / bands < np.log2(len(hashes_U)) and comb(bands + 1, distance) <= _MAX_PASSES:
+    while (
+        BITS * (bands - distance) / bands < np.log2(len(hashes_U))
+        and comb(bands + 1, distance) <= _MAX_PASSES
+    ):
         bands += 1
     edges = [round(BITS * band / bands) for band in range(bands + 1)]
     masks = [((1 << (high - low)) - 1) << low for low, high in pairwise(edges)]
@@ -218,7 +251,9 @@ def near_pairs(hashes_U: np.ndarray, distance: int) -> np.ndarray:
             places = places[keys[places] == keys[places + step]]
             if not len(places):
                 break
-            close = places[np.bitwise_count(sorted_hashes[places] ^ sorted_hashes[places + step]) <= distance]
+            close = places[
+                np.bitwise_count(sorted_hashes[places] ^ sorted_hashes[places + step]) <= distance
+            ]
             pairs.append(np.sort(np.stack([order[close], order[close + step]], axis=1), axis=1))
     return np.unique(np.concatenate(pairs), axis=0)
 
@@ -229,7 +264,9 @@ def over_limit(rows_N: np.ndarray, limit: int, seed: int) -> np.ndarray:
     _, owner_N = np.unique(rows_N["owner"], return_inverse=True)
     order = np.lexsort((np.arange(len(ranks_N)), ranks_N, owner_N))
     starts = np.flatnonzero(np.diff(owner_N[order], prepend=-1))
-    place_in_owner = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
+    place_in_owner = np.arange(len(order)) - np.repeat(
+        starts, np.diff(np.append(starts, len(order)))
+    )
     over = np.empty(len(order), dtype=bool)
     over[order] = place_in_owner >= limit
     return over
@@ -238,7 +275,10 @@ def over_limit(rows_N: np.ndarray, limit: int, seed: int) -> np.ndarray:
 def keyed_ranks(values_N: np.ndarray, seed: int, purpose: bytes) -> np.ndarray:
     """A hash of each value, uint64 (N,): uniform, and independent between seeds and purposes."""
     key = seed.to_bytes(8, "little", signed=True)
-    ranks = [hashlib.blake2b(value.tobytes(), key=key, person=purpose, digest_size=8).digest() for value in values_N]
+    ranks = [
+        hashlib.blake2b(value.tobytes(), key=key, person=purpose, digest_size=8).digest()
+        for value in values_N
+    ]
     return np.frombuffer(b"".join(ranks), dtype=">u8").astype(np.uint64)
 
 

@@ -31,7 +31,10 @@ _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 _LATE_QUOTE = re.compile(r'\s+"')
 _FILE_NAME = re.compile(r"\S+\.[^\W\d]\w{1,4}")
 """A text that may be the name of a file, of a picture that is not there or is of another kind too."""
-_PROBLEMS = {"unexpected": "a quote is never closed", "field": f"a text has more than {_MAX_FIELD:,} characters"}
+_PROBLEMS = {
+    "unexpected": "a quote is never closed",
+    "field": f"a text has more than {_MAX_FIELD:,} characters",
+}
 """The first word of what the csv module says of a malformed line, in plain words."""
 _NAME_BYTES = 255
 _PATH_BYTES = 4096
@@ -101,9 +104,17 @@ class Columns(NamedTuple):
         """
         texts, image = record.get(self.caption), record.get(self.image)
         owner = None if self.owner is None else record.get(self.owner)
-        texts = [text for text in (texts if isinstance(texts, list | tuple) else [texts]) if text is not None]
+        texts = [
+            text
+            for text in (texts if isinstance(texts, list | tuple) else [texts])
+            if text is not None
+        ]
         captions = tuple(text for text in texts if isinstance(text, str))
-        named = str(owner).strip() if isinstance(owner, str | int) and not isinstance(owner, bool) else ""
+        named = (
+            str(owner).strip()
+            if isinstance(owner, str | int) and not isinstance(owner, bool)
+            else ""
+        )
         written = None if self.label is None else record.get(self.label)
         label = whole_number(written)
         is_lost = label is None and written is not None and bool(str(written).strip())
@@ -124,7 +135,9 @@ class Columns(NamedTuple):
                 "Parquet"
             )
         path = root / image
-        unsafe = "\0" in image or os.path.isabs(image) or ".." in Path(image).parts or _is_linked(path)
+        unsafe = (
+            "\0" in image or os.path.isabs(image) or ".." in Path(image).parts or _is_linked(path)
+        )
         problem = ("unsafe_path" if unsafe else unusable) if image else "missing_image"
         return Item(key, None if problem else path, captions, named or None, problem, label)
 
@@ -156,7 +169,11 @@ def join_records(items: Iterable[Item]) -> list[Item]:
     made: list[Item] = []
     captions: list[list[str]] = []
     for item in items:
-        place = len(made) if item.image is None else first.setdefault((item.image, item.owner is None), len(made))
+        place = (
+            len(made)
+            if item.image is None
+            else first.setdefault((item.image, item.owner is None), len(made))
+        )
         if place == len(made):
             made.append(item)
             captions.append([*item.captions])
@@ -171,7 +188,9 @@ def join_records(items: Iterable[Item]) -> list[Item]:
         captions[place] += item.captions
         label = item.label if earlier.label is None else earlier.label
         made[place] = earlier._replace(label=label, records=earlier.records + item.records)
-    return [item._replace(captions=tuple(texts)) for item, texts in zip(made, captions, strict=True)]
+    return [
+        item._replace(captions=tuple(texts)) for item, texts in zip(made, captions, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -232,7 +251,12 @@ class Source(NamedTuple):
 
 
 def open_source(
-    name: str, source_format: str, columns: Columns, image_root: Path | None = None, *, lines_are_captions: bool = False
+    name: str,
+    source_format: str,
+    columns: Columns,
+    image_root: Path | None = None,
+    *,
+    lines_are_captions: bool = False,
 ) -> Source:
     """The items of a folder or of a file.
 
@@ -253,7 +277,9 @@ def open_source(
     if source_format == "folder":
         return folder_source(path, columns, lines_are_captions=lines_are_captions)
     root = (image_root or (path if path.is_dir() else path.parent)).resolve()
-    return {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format](path, columns, root)
+    return {"csv": table_source, "coco": coco_source, "parquet": parquet_source}[source_format](
+        path, columns, root
+    )
 
 
 def require_columns(present: Sequence[str], columns: Columns, where: Path) -> None:
@@ -307,7 +333,9 @@ def _read_rows(path: Path, separator: str) -> Iterator[_Row]:
             "quotes inside of it twice"
         ) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 (byte {error.start} of a block); convert it first") from error
+        raise DataError(
+            f"{path} is not UTF-8 (byte {error.start} of a block); convert it first"
+        ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -324,7 +352,9 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
     names, width = header.fields, len(header.fields)
 
     def names_image(field: str) -> bool:
-        return field.strip().lower().endswith(IMAGE_SUFFIXES) or os.path.isfile(root / field.strip())
+        return field.strip().lower().endswith(IMAGE_SUFFIXES) or os.path.isfile(
+            root / field.strip()
+        )
 
     def names_file(field: str) -> bool:
         return names_image(field) or _FILE_NAME.fullmatch(field.strip()) is not None
@@ -333,7 +363,9 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
         """Whether a line has the fields of a row and names a file where a row does, counted from either end."""
         fields = line.split(separator)
         places = {place, place - width + len(fields)}
-        return len(fields) >= least and any(0 <= at < len(fields) and names_file(fields[at]) for at in places)
+        return len(fields) >= least and any(
+            0 <= at < len(fields) and names_file(fields[at]) for at in places
+        )
 
     require_columns(names, columns, path)
     least = 1 + max(names.index(name) for name in columns if name in names)
@@ -342,10 +374,16 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
     def items() -> Iterator[Item]:
         for row in itertools.chain([header], rows):
             if row.last > row.first:
-                lines = _LINE_BREAK.split(separator.join(row.fields))  # as they stand in the file, without quotes
-                is_swallower = sum(map(is_like_a_row, lines)) > sum(map(names_file, row.fields[place : place + 1]))
+                lines = _LINE_BREAK.split(
+                    separator.join(row.fields)
+                )  # as they stand in the file, without quotes
+                is_swallower = sum(map(is_like_a_row, lines)) > sum(
+                    map(names_file, row.fields[place : place + 1])
+                )
                 if row is header:  # its own width counts what it swallowed
-                    is_swallower |= any(separator in name and _LINE_BREAK.search(name) for name in names)
+                    is_swallower |= any(
+                        separator in name and _LINE_BREAK.search(name) for name in names
+                    )
                 else:  # one line has the fields of a row where a text with line breaks is in the first or last column
                     is_swallower |= sum(line.count(separator) + 1 >= width for line in lines) > 1
                 if is_swallower:
@@ -356,7 +394,9 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
             is_blank = len(row.fields) <= 1 and not "".join(row.fields).strip()
             if is_blank:
                 continue
-            if len(row.fields) > width:  # otherwise a caption with a comma and without quotes would be cut there
+            if (
+                len(row.fields) > width
+            ):  # otherwise a caption with a comma and without quotes would be cut there
                 raise DataError(
                     f"{path}, line {row.first} has more fields than the header; quote texts that hold the separator"
                 )
@@ -372,7 +412,9 @@ def table_source(path: Path, columns: Columns, root: Path) -> Source:
                 )
             if row is header:
                 continue
-            yield columns.item(dict(zip(names, row.fields, strict=True)), root, f"{path.name}, line {row.first}")
+            yield columns.item(
+                dict(zip(names, row.fields, strict=True)), root, f"{path.name}, line {row.first}"
+            )
 
     return Source.of(join_records(items()))
 
@@ -392,7 +434,9 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-    except json.JSONDecodeError as error:  # its words, and those of the others, may hold a letter of the file
+    except (
+        json.JSONDecodeError
+    ) as error:  # its words, and those of the others, may hold a letter of the file
         raise DataError(f"{path}, line {error.lineno}, column {error.colno}: no JSON") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {error.start}); convert it first") from error
@@ -400,30 +444,51 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
         raise DataError(
             f"{path} is not read as JSON: a number has too many digits, or lists are nested too deep"
         ) from error
-    lists: list[Any] = [tree.get(name) for name in ("images", "annotations")] if isinstance(tree, dict) else [None]
-    if any(not isinstance(part, list) or any(not isinstance(entry, dict) for entry in part) for part in lists):
-        raise DataError(f"{path} is no COCO captions file: it needs the lists images and annotations")
+    lists: list[Any] = (
+        [tree.get(name) for name in ("images", "annotations")] if isinstance(tree, dict) else [None]
+    )
+    if any(
+        not isinstance(part, list) or any(not isinstance(entry, dict) for entry in part)
+        for part in lists
+    ):
+        raise DataError(
+            f"{path} is no COCO captions file: it needs the lists images and annotations"
+        )
     images, annotations = lists
     captions: defaultdict[Any, list[str]] = defaultdict(list)
     places: dict[Any, int] = {}
-    for name, field, entries in (("images", "id", images), ("annotations", "image_id", annotations)):
+    for name, field, entries in (
+        ("images", "id", images),
+        ("annotations", "image_id", annotations),
+    ):
         for place, entry in enumerate(entries):
             identity, where = entry.get(field), f"{path}: {name}[{place}]"
-            if type(identity) not in (int, str):  # True and 1.0 would be taken for 1, and two that are missing for one
+            if type(identity) not in (
+                int,
+                str,
+            ):  # True and 1.0 would be taken for 1, and two that are missing for one
                 raise DataError(f"{where} has no {field} that is a whole number or a text")
             if name == "images" and places.setdefault(identity, place) != place:
-                raise DataError(f"{where} has the id of images[{places[identity]}]: an image id occurs twice")
+                raise DataError(
+                    f"{where} has the id of images[{places[identity]}]: an image id occurs twice"
+                )
             if name == "annotations":
                 if identity not in places:
                     raise DataError(f"{where} is of no image: no entry of images has its image_id")
                 caption = entry.get("caption")
                 if not isinstance(caption, str | None):
-                    raise DataError(f"{where} has a caption that is no text; write one annotation for each text")
+                    raise DataError(
+                        f"{where} has a caption that is no text; write one annotation for each text"
+                    )
                 captions[identity] += [] if caption is None else [caption]
     used = Columns("file_name", "caption", columns.owner)
     return Source.of(
         join_records(
-            used.item({**entry, "caption": captions[entry.get("id")]}, root, f"{path.name}, images[{place}]")
+            used.item(
+                {**entry, "caption": captions[entry.get("id")]},
+                root,
+                f"{path.name}, images[{place}]",
+            )
             for place, entry in enumerate(images)
         )
     )
@@ -468,8 +533,14 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
     files, links = _walk(root)
     pictured = {path.with_suffix("") for path in files if path.suffix.lower() in IMAGE_SUFFIXES}
     texts: dict[Path, Path] = {}
-    for path in sorted(files, reverse=True):  # small letters come last when sorted, and are preferred
-        if path.suffix.lower() in TEXT_SUFFIXES and path.with_suffix("") in pictured and not path.is_symlink():
+    for path in sorted(
+        files, reverse=True
+    ):  # small letters come last when sorted, and are preferred
+        if (
+            path.suffix.lower() in TEXT_SUFFIXES
+            and path.with_suffix("") in pictured
+            and not path.is_symlink()
+        ):
             texts.setdefault(path.with_suffix(path.suffix.lower()), path)
 
     def text_of(path: Path, suffix: str) -> str | None:
@@ -485,8 +556,14 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
             continue
         record, text = _record(text_of(path, ".json") or ""), text_of(path, ".txt")
         label = whole_number(text_of(path, ".cls")) if columns.label is None else None
-        is_record_used = bool(record) and (not text or record.get(columns.caption) in (None, text, [text]))
-        for suffix, is_used in ((".json", is_record_used), (".txt", text is not None), (".cls", label is not None)):
+        is_record_used = bool(record) and (
+            not text or record.get(columns.caption) in (None, text, [text])
+        )
+        for suffix, is_used in (
+            (".json", is_record_used),
+            (".txt", text is not None),
+            (".cls", label is not None),
+        ):
             used.add(texts.get(path.with_suffix(suffix)) if is_used else None)
         if text:
             record[columns.caption] = text.splitlines() if lines_are_captions else text
@@ -495,7 +572,9 @@ def folder_source(folder: Path, columns: Columns, *, lines_are_captions: bool = 
             seen.add(stem)
         items.append(item if columns.label is not None else item._replace(label=label))
     if not pictured:
-        raise DataError(f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}")
+        raise DataError(
+            f"{folder} has no images ({', '.join(IMAGE_SUFFIXES)}) and no {' or '.join(TABLES)}"
+        )
     others = Counter(path.suffix.lower() or "none" for path in files if path not in used)
     return Source.of(items)._replace(other_files=others, other_folders=links)
 
@@ -509,7 +588,9 @@ def _walk(root: Path) -> tuple[list[Path], list[str]]:
     files, links = list[Path](), list[str]()
 
     def refuse(error: OSError) -> None:
-        raise ReadError(f"cannot read the folder {error.filename}: {error.strerror}; its pictures would be missing")
+        raise ReadError(
+            f"cannot read the folder {error.filename}: {error.strerror}; its pictures would be missing"
+        )
 
     for parent, folders, names in os.walk(root, onerror=refuse, followlinks=False):
         files += [Path(parent, name) for name in names]
@@ -547,11 +628,15 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
     files, others, folders = [path], list[Path](), list[str]()
     if path.is_dir():
         entries = sorted(path.iterdir())
-        tables = [entry for entry in entries if entry.suffix.lower() == PARQUET and not entry.is_dir()]
+        tables = [
+            entry for entry in entries if entry.suffix.lower() == PARQUET and not entry.is_dir()
+        ]
         files = [table for table in tables if not table.name.startswith(MACOS_PREFIX)]
         for entry in entries:
             if entry.is_dir():
-                folders += [entry.name] * any(inner.suffix.lower() == PARQUET for inner in entry.rglob("*"))
+                folders += [entry.name] * any(
+                    inner.suffix.lower() == PARQUET for inner in entry.rglob("*")
+                )
             elif entry not in files:
                 others.append(entry)
     if not files:
@@ -569,7 +654,9 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
         pictures = {item.image for items in listed for item in items}
         by_place = {item.key: item for item in join_records(itertools.chain.from_iterable(listed))}
         parts = [[by_place[item.key] for item in items if item.key in by_place] for items in listed]
-    suffixes = Counter(entry.suffix.lower() or "none" for entry in others if entry.resolve() not in pictures)
+    suffixes = Counter(
+        entry.suffix.lower() or "none" for entry in others if entry.resolve() not in pictures
+    )
     return Source(parts, suffixes, folders)
 
 
@@ -582,8 +669,15 @@ def _holds_names(table: Any, column: str) -> bool:
         return True
     groups = map(table.metadata.row_group, range(table.num_row_groups))
     chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    counts = [(chunk.statistics, chunk.num_values) for chunk in chunks if chunk.path_in_schema == f"{column}.bytes"]
-    return all(known is not None and known.has_null_count and known.null_count == count for known, count in counts)
+    counts = [
+        (chunk.statistics, chunk.num_values)
+        for chunk in chunks
+        if chunk.path_in_schema == f"{column}.bytes"
+    ]
+    return all(
+        known is not None and known.has_null_count and known.null_count == count
+        for known, count in counts
+    )
 
 
 def _open(path: Path) -> Any:

@@ -25,7 +25,13 @@ from data.errors import DataError, ReadError
 from data.files import private_file
 from data.index.shard import ROW, IndexedShard, hash_file, index_file
 from data.index.shards import ShardSet
-from data.index.tar_index import FORMAT_VERSION, ExampleTable, load_manifest, manifest_digest, write_manifest
+from data.index.tar_index import (
+    FORMAT_VERSION,
+    ExampleTable,
+    load_manifest,
+    manifest_digest,
+    write_manifest,
+)
 from data.reading.pool import run_all
 from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import local_copy, open_storage, require_present
@@ -82,9 +88,14 @@ def build_index(
                 missing.append(name)
         jobs = [(shards.root, name, statuses[name], remote) for name in missing]
         console = Console(stderr=True)
-        is_shown = progress and bool(missing) and console.is_terminal  # elsewhere it would leave two empty lines
+        is_shown = (
+            progress and bool(missing) and console.is_terminal
+        )  # elsewhere it would leave two empty lines
         with Progress(console=console, transient=True, disable=not is_shown) as bar:
-            task = bar.add_task(f"indexing {len(missing)} shards", total=sum(statuses[name].size for name in missing))
+            task = bar.add_task(
+                f"indexing {len(missing)} shards",
+                total=sum(statuses[name].size for name in missing),
+            )
             for name, result in run_all(executor, index_one, jobs):
                 if isinstance(result, str):
                     bad[name] = result
@@ -103,7 +114,9 @@ def build_index(
 
         def finished(name: str) -> IndexedShard:
             if (part := _read_part(parts / _part_name(name))) is None:
-                raise DataError(f"a part of the index {index_dir} was damaged while it was built; build it again")
+                raise DataError(
+                    f"a part of the index {index_dir} was damaged while it was built; build it again"
+                )
             return part
 
         # Joined in the order of the names, one in memory at a time.
@@ -117,7 +130,11 @@ def build_index(
             )
         extents = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
         with private_file(index_dir / extents) as file:
-            header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (count,)}
+            header = {
+                "descr": np.lib.format.dtype_to_descr(ROW),
+                "fortran_order": False,
+                "shape": (count,),
+            }
             np.lib.format.write_array_header_1_0(file, header)
             for name in shards.names:
                 file.write(finished(name).rows_K.tobytes())
@@ -129,13 +146,17 @@ def build_index(
     return ExampleTable.open(index_dir, shards.root, remote=remote)
 
 
-def index_one(root: str, name: str, status: ShardStatus, remote: RemoteOptions) -> tuple[str, IndexedShard | str]:
+def index_one(
+    root: str, name: str, status: ShardStatus, remote: RemoteOptions
+) -> tuple[str, IndexedShard | str]:
     """One job: the name of a shard, and what is known of it, or one line why it cannot be indexed and how to mend it."""
     try:
         with local_copy(root, remote, name) as path:
             shard = index_file(path, name, f"{root}/{name}", status.version)
         if shard.entry.size != status.size:
-            raise DataError(f"the shard {root}/{name} changed while it was indexed; try again when its writer is done")
+            raise DataError(
+                f"the shard {root}/{name} changed while it was indexed; try again when its writer is done"
+            )
     except DataError as error:
         return name, str(error)
     return name, shard
@@ -149,15 +170,21 @@ def _working_in(index_dir: Path) -> Iterator[Path]:
         parts.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(parts / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise DataError(f"cannot write the index to {index_dir}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot write the index to {index_dir}: {error.strerror or error}"
+        ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield parts
     except BlockingIOError as error:
-        raise DataError(f"another build is at work in {index_dir}; wait for it or choose another folder") from error
+        raise DataError(
+            f"another build is at work in {index_dir}; wait for it or choose another folder"
+        ) from error
     finally:
         os.close(descriptor)
-        if parts.exists() and [path.name for path in parts.iterdir()] == ["lock"]:  # a refused build leaves no trace
+        if parts.exists() and [path.name for path in parts.iterdir()] == [
+            "lock"
+        ]:  # a refused build leaves no trace
             shutil.rmtree(parts)
             if not any(index_dir.iterdir()):
                 index_dir.rmdir()
@@ -177,7 +204,11 @@ def _read_part(path: Path) -> IndexedShard | None:
     try:
         with np.load(path) as held:
             version, entry = json.loads(str(held["facts"]))
-            return IndexedShard(ShardEntry(**entry), held["rows"]) if version == FORMAT_VERSION else None
+            return (
+                IndexedShard(ShardEntry(**entry), held["rows"])
+                if version == FORMAT_VERSION
+                else None
+            )
     except (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, BadZipFile):
         return None
 
@@ -187,7 +218,9 @@ def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
     return bool(entry.version) and status == (entry.size, entry.version)
 
 
-def verify_hashes(table: ExampleTable, executor: Executor | None, track: Callable[[Iterable], Iterable]) -> None:
+def verify_hashes(
+    table: ExampleTable, executor: Executor | None, track: Callable[[Iterable], Iterable]
+) -> None:
     """Hashes every shard again. If all are what was indexed, their present times or ETags are noted in the index.
 
     Raises:
@@ -201,11 +234,18 @@ def verify_hashes(table: ExampleTable, executor: Executor | None, track: Callabl
     expected = {entry.name: entry.sha256 for entry in table.entries}
     for name, sha256 in track(run_all(executor, hash_one, jobs)):
         if sha256 != expected[name]:
-            raise DataError(f"{table.shard_root}/{name} is not what was indexed; restore it or index again")
+            raise DataError(
+                f"{table.shard_root}/{name} is not what was indexed; restore it or index again"
+            )
     if list(storage.status(names)) != before:
-        raise DataError("shards changed while they were hashed; verify again when their writer is done")
+        raise DataError(
+            "shards changed while they were hashed; verify again when their writer is done"
+        )
     storage.close()
-    entries = [replace(entry, version=status.version) for entry, status in zip(table.entries, before, strict=True)]
+    entries = [
+        replace(entry, version=status.version)
+        for entry, status in zip(table.entries, before, strict=True)
+    ]
     if entries != list(table.entries):
         write_manifest(table.index_dir, load_manifest(table.index_dir)["extents"], entries)
         table.entries = tuple(entries)
@@ -219,4 +259,6 @@ def hash_one(root: str, name: str, remote: RemoteOptions) -> tuple[str, str]:
     except ReadError:
         raise
     except OSError as error:
-        raise DataError(f"cannot read the shard {root}/{name}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read the shard {root}/{name}: {error.strerror or error}"
+        ) from error

@@ -82,7 +82,9 @@ def index_file(path: Path, name: str, location: str, version: str) -> IndexedSha
     except OSError as error:
         raise DataError(f"cannot read the shard {location}: {error.strerror or error}") from error
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise DataError(f"the shard {location} changed while it was indexed; try again when its writer is done")
+        raise DataError(
+            f"the shard {location} changed while it was indexed; try again when its writer is done"
+        )
     keys = hashlib.sha256()
     for key in extents.keys:
         keys.update(len(key).to_bytes(8, "little") + key)
@@ -98,7 +100,9 @@ def index_file(path: Path, name: str, location: str, version: str) -> IndexedSha
         pictures = sum(map(is_image, one))
         several += count * (pictures > 1)
         no_picture += count * (pictures == 0)
-        no_text += count * (pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one))
+        no_text += count * (
+            pictures > 0 and not any(name in TEXTS or name.endswith(".txt") for name in one)
+        )
     entry = ShardEntry(
         name=name,
         size=after.st_size,
@@ -146,7 +150,10 @@ def walk_shard(path: Path, location: str) -> Extents:
                     keys.append(key)
                     bounds.append((member.header_offset, 0))
                     sets.append(frozenset())
-                bounds[-1] = bounds[-1][0], member.end_offset  # What lies between members of one example belongs to it.
+                bounds[-1] = (
+                    bounds[-1][0],
+                    member.end_offset,
+                )  # What lies between members of one example belongs to it.
                 grown = sets[-1] | {extension}
                 sets[-1] = known_sets.setdefault(grown, grown)
         except TarFormatError as error:
@@ -158,10 +165,16 @@ def walk_shard(path: Path, location: str) -> Extents:
                 ) from error
             file.seek(0)
             if file.read(len(MACOS_MAGIC)) == MACOS_MAGIC:
-                raise DataError(f"{location} holds attributes that macOS keeps beside a file; remove it") from error
+                raise DataError(
+                    f"{location} holds attributes that macOS keeps beside a file; remove it"
+                ) from error
             is_cut = isinstance(error, CutOffError)
-            problem = "is cut off" if is_cut else "is no tar archive (or a compressed one) or damaged"
-            raise DataError(f"{location} {problem}: {error}{behind}; write or fetch it again") from error
+            problem = (
+                "is cut off" if is_cut else "is no tar archive (or a compressed one) or damaged"
+            )
+            raise DataError(
+                f"{location} {problem}: {error}{behind}; write or fetch it again"
+            ) from error
     extensions_of: dict[bytes, frozenset[str]] = {}
     for key, one, (start, _) in zip(keys, sets, bounds, strict=True):
         if (before := extensions_of.setdefault(key, one)) != one:
@@ -172,7 +185,9 @@ def walk_shard(path: Path, location: str) -> Extents:
             )
     if merged := {one for one in set(sets) if merged_pairs(location, b"", one)}:
         those = [(key, one) for key, one in zip(keys, sets, strict=True) if one in merged]
-        raise DataError(merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0]))
+        raise DataError(
+            merged_pairs(f"{location}: {len(those)} of {len(keys)} examples are several", *those[0])
+        )
     bounds_K2 = np.array(bounds, dtype=np.int64).reshape(-1, 2)
     return Extents(bounds_K2, keys, sets, skipped)
 
@@ -186,10 +201,19 @@ def merged_pairs(where: str, key: bytes, extensions: Collection[str]) -> str | N
         extensions: of all its members.
     """
     split = [(extension, *extension.rpartition(".")[::2]) for extension in extensions]
-    texts = next((found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})), set())
-    texts |= {text.rpartition(".")[0] for text in texts if "." in text}  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
+    texts = next(
+        (found for kind in TEXTS if (found := {stem for _, stem, last in split if last == kind})),
+        set(),
+    )
+    texts |= {
+        text.rpartition(".")[0] for text in texts if "." in text
+    }  # a.1.0.txt and a.1.jpg.txt are of a.1.jpg
     pictures = IMAGE_EXTENSIONS | OTHER_PICTURES
-    paired = {stem for name, stem, last in split if last in pictures and not texts.isdisjoint((name, stem))}
+    paired = {
+        stem
+        for name, stem, last in split
+        if last in pictures and not texts.isdisjoint((name, stem))
+    }
     if len(paired) < 2:
         return None
     return (

@@ -70,7 +70,9 @@ class ShardSet:
     def remarks(self) -> Iterator[str]:
         """A line where files or folders beside the shards are not read."""
         if self.unread_names:
-            names = ", ".join(self.unread_names[:_NAMED]) + ", ..." * (len(self.unread_names) > _NAMED)
+            names = ", ".join(self.unread_names[:_NAMED]) + ", ..." * (
+                len(self.unread_names) > _NAMED
+            )
             yield (
                 f"{len(self.unread_names)} files or folders beside the shards are not read ({names}): only uncompressed tars "
                 "directly in a folder are; unpack archives, and name folders one by one"
@@ -106,7 +108,9 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
     if not urls:
         return ShardSet.of_files(*_find_files(items, root))
     if len(urls) != len(items):
-        raise DataError(f"{_without_secrets(pattern)} mixes URLs and local files; one data set lies in one place")
+        raise DataError(
+            f"{_without_secrets(pattern)} mixes URLs and local files; one data set lies in one place"
+        )
     urls = sorted(set(urls))
     for url in urls:
         parts = urlsplit(url)
@@ -116,10 +120,14 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
                 "records; give plain URLs and leave credentials to the driver's own environment"
             )
         if glob.has_magic(url) or url.endswith("/") or "/../" in url:
-            raise DataError(f"{url} is no single shard; name URLs one by one or by ranges such as {{0000..0127}}.tar")
+            raise DataError(
+                f"{url} is no single shard; name URLs one by one or by ranges such as {{0000..0127}}.tar"
+            )
     if len({urlsplit(url)[:2] for url in urls}) > 1:
         raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
-    folder = os.path.commonpath([os.path.dirname(urlsplit(url).path) or "/" for url in urls]).rstrip("/")
+    folder = os.path.commonpath(
+        [os.path.dirname(urlsplit(url).path) or "/" for url in urls]
+    ).rstrip("/")
     shared = "://".join(urlsplit(urls[0])[:2]) + folder
     return ShardSet(shared, tuple(url[len(shared) + 1 :] for url in urls))
 
@@ -132,10 +140,14 @@ def local_shards(pattern: str, root: Path) -> list[Path]:
     """
     shards = find_shards(pattern, root)
     paths = [Path(shards.root, name) for name in shards.names]
-    bad = [path for path in paths if shards.is_remote or not path.is_file() or path.stat().st_size == 0]
+    bad = [
+        path for path in paths if shards.is_remote or not path.is_file() or path.stat().st_size == 0
+    ]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise DataError(f"missing or empty shards: {bad[0]}{more}; data.streaming needs whole files on this machine")
+        raise DataError(
+            f"missing or empty shards: {bad[0]}{more}; data.streaming needs whole files on this machine"
+        )
     return paths
 
 
@@ -149,7 +161,9 @@ def require_a_shard(pattern: str, root: Path) -> None:
     paths = [] if shards.is_remote else [f"{shards.root}/{name}" for name in shards.names]
     if paths and not any(map(os.path.isfile, paths)):
         more = f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
-        raise DataError(f"missing or empty shards: {paths[0]} is missing{more}; mend the path or fetch it again")
+        raise DataError(
+            f"missing or empty shards: {paths[0]} is missing{more}; mend the path or fetch it again"
+        )
 
 
 def is_url(text: str) -> bool:
@@ -180,14 +194,18 @@ def _items(pattern: str, root: Path) -> list[str]:
     items = [pattern[start + 1 : end].strip() for start, end in pairwise([*cuts, len(pattern)])]
     items = [item for item in items if item]
     if not items:
-        raise DataError("no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar")
+        raise DataError(
+            "no shards given; name tar files, a folder of them or a pattern such as train-{000..012}.tar"
+        )
     words: list[str] = []
     for item in items:  # Ranges and lists are expanded as a shell does.
         ranges = _RANGE.findall(item)
         is_long = any(max(len(first), len(last)) > _MAX_DIGITS for first, last in ranges)
         sizes = [0 if is_long else int(last) - int(first) + 1 for first, last in ranges]
         is_there, found = os.path.exists(_path(item, root)), [item]
-        if not is_there and min(sizes, default=1) > 0 and math.prod(sizes) <= _MAX_SHARDS:  # before any name is made
+        if (
+            not is_there and min(sizes, default=1) > 0 and math.prod(sizes) <= _MAX_SHARDS
+        ):  # before any name is made
             found = list(itertools.islice(braceexpand(item, escape=False), _MAX_SHARDS + 1))
         elif not is_there:
             found = []
@@ -201,7 +219,11 @@ def _items(pattern: str, root: Path) -> list[str]:
 
 def _without_secrets(pattern: str) -> str:
     """The pattern without passwords and queries of URLs."""
-    return re.sub(r"(?<=//)[^/\s,]*@|\?[^\s,]*(?=[\s,]|\Z)", "", pattern) if "//" in pattern else pattern
+    return (
+        re.sub(r"(?<=//)[^/\s,]*@|\?[^\s,]*(?=[\s,]|\Z)", "", pattern)
+        if "//" in pattern
+        else pattern
+    )
 
 
 def _path(item: str, root: Path) -> Path:
@@ -220,7 +242,9 @@ def _find_files(items: Sequence[str], root: Path) -> tuple[list[Path], list[str]
         if os.path.isdir(path):  # unlike that of Path, it knows no error
             entries = sorted(path.iterdir())
             tars = [entry for entry in entries if _is_tar(entry)]
-            archives = [entry for entry in entries if not _is_tar(entry) and _may_hold_examples(entry)]
+            archives = [
+                entry for entry in entries if not _is_tar(entry) and _may_hold_examples(entry)
+            ]
             if not tars:
                 there = f", but {archives[0].name}, which is not read" if archives else ""
                 raise DataError(
@@ -229,10 +253,14 @@ def _find_files(items: Sequence[str], root: Path) -> tuple[list[Path], list[str]
             shards.update(tars)
             unread.update(archives)
         elif not os.path.exists(path) and glob.has_magic(item):
-            folder = glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
+            folder = (
+                glob.escape(str(path.parent)) if os.path.isdir(path.parent) else str(path.parent)
+            )
             matches = glob.glob(os.path.join(folder, path.name))
             if not matches:
-                raise DataError(f"no shards match {path}: give their folder or pattern, from the current folder")
+                raise DataError(
+                    f"no shards match {path}: give their folder or pattern, from the current folder"
+                )
             shards.update(map(Path, matches))
         else:
             shards.add(path)

@@ -128,11 +128,15 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
     position = 0
     try:
         file.seek(0)
-        tar = tarfile.open(fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Header)  # noqa: SIM115
+        tar = tarfile.open(  # noqa: SIM115
+            fileobj=file, mode="r:", encoding="utf-8", errors="surrogateescape", tarinfo=_Header
+        )
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # it keeps every member that it has seen
             if member.issparse():
-                raise TarFormatError(f"the member at byte {position} is sparse; write it as an ordinary file")
+                raise TarFormatError(
+                    f"the member at byte {position} is sparse; write it as an ordinary file"
+                )
             if {"path", "size"} & tar.pax_headers.keys():
                 raise TarFormatError(
                     "a global pax header sets a path or a size for all members; write the archive without it"
@@ -145,7 +149,13 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
                 if not name or (is_pax and not member.pax_headers):
                     raise TarFormatError(f"the long name at byte {position} is empty")
             has_payload = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES
-            found = Member(name, position, member.offset_data, member.size if has_payload else 0, member.isreg())
+            found = Member(
+                name,
+                position,
+                member.offset_data,
+                member.size if has_payload else 0,
+                member.isreg(),
+            )
             if member.size < 0 or found.end_offset > total_bytes:
                 raise CutOffError(
                     f"the member {shown(name)} at byte {position} reaches past the end at byte {total_bytes}"
@@ -156,7 +166,9 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
         raise
     except (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError) as error:
         kind = CutOffError if total_bytes - position < BLOCK else TarFormatError
-        problem = error if isinstance(error, tarfile.TarError) else type(error).__name__  # others quote the bytes
+        problem = (
+            error if isinstance(error, tarfile.TarError) else type(error).__name__
+        )  # others quote the bytes
         raise kind(f"no tar header at byte {position} ({problem})") from error
     # `tarfile` ends at the first block that is no header, whatever it is.
     file.seek(position)
@@ -181,7 +193,9 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
             )
     padding = total_bytes - position - 2 * BLOCK
     records = (blocks * BLOCK for blocks in range(1, _MOST_RECORD_BLOCKS + 1))
-    if padding != -BLOCK and not any(0 <= padding < size and total_bytes % size == 0 for size in records):
+    if padding != -BLOCK and not any(
+        0 <= padding < size and total_bytes % size == 0 for size in records
+    ):
         raise CutOffError(
             f"the zeros from byte {position} to its end at byte {total_bytes} are no padding to a record of at most "
             f"{_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t lists all of them, then "

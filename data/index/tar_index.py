@@ -66,7 +66,12 @@ class ExampleTable:
 
     @classmethod
     def open(
-        cls, index_dir: Path, shard_root: Path | str, *, remote: RemoteOptions = _LOCAL, check_shards: bool = True
+        cls,
+        index_dir: Path,
+        shard_root: Path | str,
+        *,
+        remote: RemoteOptions = _LOCAL,
+        check_shards: bool = True,
     ) -> "ExampleTable":
         """Maps an index and checks that its shards are what was indexed, as far as that costs no reading.
 
@@ -86,9 +91,13 @@ class ExampleTable:
             entries = [ShardEntry(**entry) for entry in manifest["shards"]]
             rows_N = np.load(index_dir / manifest["extents"], mmap_mode="r", allow_pickle=False)
         except (KeyError, TypeError, OSError, ValueError) as error:
-            raise DataError(f"the index {index_dir} is damaged ({error}); build it again") from error
+            raise DataError(
+                f"the index {index_dir} is damaged ({error}); build it again"
+            ) from error
         if rows_N.shape != (sum(entry.count for entry in entries),) or rows_N.dtype != ROW:
-            raise DataError(f"the index {index_dir} is damaged (sizes do not fit its manifest); build it again")
+            raise DataError(
+                f"the index {index_dir} is damaged (sizes do not fit its manifest); build it again"
+            )
         table = cls(index_dir, str(shard_root), entries, rows_N, remote)
         if check_shards:
             table.check_shards()
@@ -99,7 +108,13 @@ class ExampleTable:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels to worker processes as a path, not as gigabytes."""
-        return _reopen, (self.index_dir, self.shard_root, self.remote, self.manifest_digest(), self.staging)
+        return _reopen, (
+            self.index_dir,
+            self.shard_root,
+            self.remote,
+            self.manifest_digest(),
+            self.staging,
+        )
 
     def extents(self, ids: np.ndarray | Sequence[int] | int) -> Extents:
         """Where examples lie.
@@ -115,7 +130,9 @@ class ExampleTable:
         """
         ids_K = np.atleast_1d(np.asarray(ids, dtype=np.int64))
         if ids_K.size and (ids_K.min() < 0 or ids_K.max() >= len(self)):
-            raise DataError(f"example ids run from 0 to {len(self) - 1}; got {ids_K.min()} to {ids_K.max()}")
+            raise DataError(
+                f"example ids run from 0 to {len(self) - 1}; got {ids_K.min()} to {ids_K.max()}"
+            )
         rows_K = self._rows_N[ids_K]
         return Extents(
             np.searchsorted(self._last_S, ids_K, side="right"),
@@ -132,7 +149,9 @@ class ExampleTable:
             extents = table.extents(ids)
             return extents.lengths << 32 | extents.crc32s
 
-        mine = names(self, np.unique(np.linspace(0, len(self) - 1, min(most, len(self))).astype(np.int64)))
+        mine = names(
+            self, np.unique(np.linspace(0, len(self) - 1, min(most, len(self))).astype(np.int64))
+        )
         found = np.zeros(len(mine), dtype=bool)
         for start in range(0, len(other), most):
             found |= np.isin(mine, names(other, np.arange(start, min(start + most, len(other)))))
@@ -148,7 +167,10 @@ class ExampleTable:
         """
         every = -(-len(self) // most)
         starts = range(0, len(self), most)
-        parts = [start + np.flatnonzero(self._rows_N["crc32"][start : start + most] % every == 0) for start in starts]
+        parts = [
+            start + np.flatnonzero(self._rows_N["crc32"][start : start + most] % every == 0)
+            for start in starts
+        ]
         ids = np.concatenate(parts)
         extents = self.extents(ids)
         names = extents.lengths << 32 | extents.crc32s
@@ -160,7 +182,10 @@ class ExampleTable:
         by_chance = float((counts**2).sum()) / 2**33
         limit = by_chance + 8 * (every * by_chance) ** 0.5
         first = int(np.argmax(is_copy)) if is_copy.any() else 0
-        pair = (self.entries[int(shards[first])].name, self.entries[int(shards[min(first + 1, len(shards) - 1)])].name)
+        pair = (
+            self.entries[int(shards[first])].name,
+            self.entries[int(shards[min(first + 1, len(shards) - 1)])].name,
+        )
         return int(is_copy.sum()) * every, limit, pair
 
     def requests(self, ids: np.ndarray | Sequence[int] | int) -> list[ReadRequest]:
@@ -209,7 +234,9 @@ class ExampleTable:
                     f"{location} has {status.size} bytes, its index says {entry.size}; restore the shard or index again"
                 )
             # Versions of another kind (an index moved with a copy) say nothing; then only the checksum of every read tells.
-            kind, old_kind = (version.partition(":")[0] for version in (status.version, entry.version))
+            kind, old_kind = (
+                version.partition(":")[0] for version in (status.version, entry.version)
+            )
             if kind and kind == old_kind and status.version != entry.version:
                 raise DataError(
                     f"{location} was written after it was indexed; `prepare.py verify` accepts it if its bytes are the "
@@ -261,7 +288,9 @@ class ExampleTable:
 
 def manifest_digest(entries: Sequence[ShardEntry]) -> bytes:
     """See `ExampleTable.manifest_digest`. Times, ETags and the format of the index are left out: a copy is the same data."""
-    rows = [[entry.name, entry.size, entry.sha256, entry.count, entry.keys_sha256] for entry in entries]
+    rows = [
+        [entry.name, entry.size, entry.sha256, entry.count, entry.keys_sha256] for entry in entries
+    ]
     return hashlib.sha256(json.dumps([1, rows], separators=(",", ":")).encode()).digest()
 
 
@@ -292,7 +321,9 @@ def load_manifest(index_dir: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(f"there is no index in {index_dir}; build it: prepare.py index SHARDS --output DIR") from error
+        raise DataError(
+            f"there is no index in {index_dir}; build it: prepare.py index SHARDS --output DIR"
+        ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path} ({error}); build the index again") from error
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
@@ -305,6 +336,8 @@ def _reopen(
 ) -> ExampleTable:
     table = ExampleTable.open(index_dir, shard_root, remote=remote, check_shards=False)
     if table.manifest_digest() != digest:
-        raise DataError(f"the index {index_dir} was replaced while it was in use; ids now mean other examples")
+        raise DataError(
+            f"the index {index_dir} was replaced while it was in use; ids now mean other examples"
+        )
     table.staging = staging
     return table

@@ -26,7 +26,10 @@ def write_shard(path: Path, examples: Iterable[Example], mode: int = 0o666) -> i
         OSError: it cannot be written.
     """
     count = 0
-    with named_when_whole(path, mode) as temporary, tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with (
+        named_when_whole(path, mode) as temporary,
+        tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
         for key, members in examples:
             count += 1
             for extension, payload in members.items():

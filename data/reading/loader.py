@@ -77,7 +77,9 @@ class Prefetched:
     def __init__(self, num_workers: int, prefetch_micro_batches: int, pin_memory: bool):
         """See `Loader`."""
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
+        self.prefetch_factor = (
+            math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
+        )
 
     def results(self, dataset: Dataset, requests: Iterator[Any] | None) -> Iterator[Any]:
         """What workers make of requests, ahead of consumption; see `data_loader`.
@@ -86,7 +88,11 @@ class Prefetched:
             ReadError: the machine lets no worker start.
         """
         try:
-            return iter(data_loader(dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory))
+            return iter(
+                data_loader(
+                    dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory
+                )
+            )
         except OSError as error:
             reason = error.strerror or error
             raise ReadError(
@@ -105,10 +111,16 @@ class Prefetched:
         start = time.perf_counter()
         try:
             result = next(results, None)
-        except (RuntimeError, ConnectionError, EOFError) as error:  # torch's own, or from taking a tensor from a worker
+        except (
+            RuntimeError,
+            ConnectionError,
+            EOFError,
+        ) as error:  # torch's own, or from taking a tensor from a worker
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
-            raise ReadError("a data worker died (killed, or out of memory); use fewer workers") from error
+            raise ReadError(
+                "a data worker died (killed, or out of memory); use fewer workers"
+            ) from error
         finally:
             self.data_wait += time.perf_counter() - start
         if isinstance(result, Failure):
@@ -146,21 +158,33 @@ class Loader(Prefetched):
             DataError: a size below 1, a negative number of workers, or a limit below one micro-batch per worker.
         """
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
-            raise DataError("micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0")
-        self._dataset = MicroBatches(table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1))
+            raise DataError(
+                "micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0"
+            )
+        self._dataset = MicroBatches(
+            table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1)
+        )
         super().__init__(num_workers, prefetch_micro_batches, pin_memory)
         self._micro_batch_size = micro_batch_size
         if self.prefetch_factor is not None and memory_limit_mib is not None:
-            mib = sum(row.nbytes for row in make_example.padding().values()) * micro_batch_size / 2**20
+            mib = (
+                sum(row.nbytes for row in make_example.padding().values())
+                * micro_batch_size
+                / 2**20
+            )
             if mib * num_workers > memory_limit_mib:
                 raise DataError(
                     f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
                     f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
                     "or train.micro_batch_size"
                 )
-            self.prefetch_factor = min(self.prefetch_factor, int(memory_limit_mib / mib) // num_workers)
+            self.prefetch_factor = min(
+                self.prefetch_factor, int(memory_limit_mib / mib) // num_workers
+            )
 
-    def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
+    def steps(
+        self, plans: Iterator[StepPlan]
+    ) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
 
         Micro-batches of a step that the caller leaves unread are passed over when the next step is asked for. Closing
@@ -190,7 +214,9 @@ class Loader(Prefetched):
                     )
                 pulled.append(plan)
                 rows = np.arange(len(ids)) if plan.rows is None else plan.rows
-                order = np.argsort(rows // size, kind="stable")  # micro-batch by micro-batch, and in each as given
+                order = np.argsort(
+                    rows // size, kind="stable"
+                )  # micro-batch by micro-batch, and in each as given
                 rows, ids, keys = rows[order], ids[order], keys[order]
                 bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
                 for some in map(slice, bounds[:-1], bounds[1:]):
@@ -227,7 +253,9 @@ class MicroBatches(Dataset):
         room: bytes. The first examples that fit stay, since random batches ask for all of them equally often.
     """
 
-    def __init__(self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int):
+    def __init__(
+        self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int
+    ):
         self._reader, self._make_example, self._room = TarReader(table), make_example, room
         self._micro_batch_size = micro_batch_size
         self._made: dict[int, dict[str, np.ndarray]] = {}
@@ -239,13 +267,17 @@ class MicroBatches(Dataset):
         examples = ((i, None if i in self._made else next(raws)) for i in ids)
         try:
             keyed = zip(examples, request.example_keys, strict=True)
-            return shared(stack_examples(keyed, self, self._micro_batch_size, request.rows.tolist()))
+            return shared(
+                stack_examples(keyed, self, self._micro_batch_size, request.rows.tolist())
+            )
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:
             return Failure(MemoryError, "in a data worker")
 
-    def __call__(self, example: tuple[int, RawExample | None], key: int, /) -> dict[str, np.ndarray]:
+    def __call__(
+        self, example: tuple[int, RawExample | None], key: int, /
+    ) -> dict[str, np.ndarray]:
         number, raw = example
         if raw is None:
             return self._made[number]
@@ -273,12 +305,16 @@ def stack_examples(
     """
     padding = make_example.padding()
     kinds = {name: (array.shape, array.dtype) for name, array in padding.items()}
-    stacked = {name: np.empty((micro_batch_size, *shape), dtype) for name, (shape, dtype) in kinds.items()}
+    stacked = {
+        name: np.empty((micro_batch_size, *shape), dtype) for name, (shape, dtype) in kinds.items()
+    }
 
     def fill(row: int, arrays: dict[str, np.ndarray]) -> None:
         """Row by row, while a row is still in the cache and before the next one takes its memory."""
         if kinds != {name: (array.shape, array.dtype) for name, array in arrays.items()}:
-            raise ValueError("make_example and its padding() return different names, shapes or types")
+            raise ValueError(
+                "make_example and its padding() return different names, shapes or types"
+            )
         for name, array in arrays.items():
             stacked[name][row] = array
 
@@ -295,7 +331,9 @@ def stack_examples(
     inputs: dict[str, torch.Tensor] = {}
     for name, array in stacked.items():  # images_CHW -> images_BCHW, label -> label_B
         stem, _, suffix = name.rpartition("_")
-        inputs[f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"] = torch.from_numpy(array)
+        inputs[f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"] = (
+            torch.from_numpy(array)
+        )
     return Batch(inputs, is_padding_B, num_undecodable)
 
 
@@ -332,5 +370,7 @@ def eval_batches(
     reader = TarReader(table)
     for batch in range(math.ceil(rows * width / (micro_batch_size * world_size))):
         part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
-        yield stack_examples(((raw, 0) for raw in reader.read_all(part)), make_example, micro_batch_size)
+        yield stack_examples(
+            ((raw, 0) for raw in reader.read_all(part)), make_example, micro_batch_size
+        )
     reader.close()

@@ -33,19 +33,27 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
         DataError: started by an MPI launcher without a usable mpi4py, or fewer than one worker.
     """
     if not 1 <= num_workers <= _MAX_WORKERS:
-        raise DataError(f"{num_workers} workers; there must be at least 1, and at most {_MAX_WORKERS:,}")
+        raise DataError(
+            f"{num_workers} workers; there must be at least 1, and at most {_MAX_WORKERS:,}"
+        )
     sizes = {name: os.environ.get(name) or "1" for name in _SIZE_VARIABLES}
     for name, text in sizes.items():
         if not text.isdecimal():
-            raise DataError(f"the launcher's variable {name} is {text!r}, which is no number of ranks; unset it")
+            raise DataError(
+                f"the launcher's variable {name} is {text!r}, which is no number of ranks; unset it"
+            )
     if any(int(text) > 1 for text in sizes.values()):
         try:
             from mpi4py import MPI
             from mpi4py.futures import MPICommExecutor
         except (ImportError, RuntimeError) as error:
-            raise DataError(f"started by MPI, but mpi4py does not work here ({error}); see requirements.txt") from error
+            raise DataError(
+                f"started by MPI, but mpi4py does not work here ({error}); see requirements.txt"
+            ) from error
         if MPI.COMM_WORLD.Get_size() == 1:
-            raise DataError("the MPI launcher is not the one of mpi4py's library: every rank believes it is alone")
+            raise DataError(
+                "the MPI launcher is not the one of mpi4py's library: every rank believes it is alone"
+            )
         with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
             # An MPIPoolExecutor on rank 0 and None elsewhere; the type stubs say otherwise.
             yield Pool(cast("Executor | None", executor), executor is not None)
@@ -53,7 +61,9 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
         yield Pool(None, True)
     else:
         # A fresh interpreter per worker: nothing of this process is inherited half-way through.
-        with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as executor:
+        with ProcessPoolExecutor(
+            num_workers, mp_context=multiprocessing.get_context("spawn")
+        ) as executor:
             yield Pool(executor, True)
 
 
@@ -62,7 +72,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(executor: Executor | None, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]) -> Iterator[T]:
+def run_all(
+    executor: Executor | None, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]
+) -> Iterator[T]:
     """Results of function(*job) for all jobs, as they are done. The first error ends it; jobs not begun are dropped.
 
     Raises:
@@ -76,7 +88,9 @@ def run_all(executor: Executor | None, function: Callable[..., T], jobs: Sequenc
         for future in as_completed(futures):
             yield future.result()
     except BrokenProcessPool as error:
-        raise ReadError("a worker process died (killed, or out of memory); the same command goes on") from error
+        raise ReadError(
+            "a worker process died (killed, or out of memory); the same command goes on"
+        ) from error
     finally:
         for future in futures:
             future.cancel()

@@ -109,7 +109,10 @@ def read_in_order(path: Path) -> Iterator[tuple[bytes, RawExample]]:
             for key, (start, end) in zip(extents.keys, extents.bounds_K2.tolist(), strict=True):
                 file.seek(start)
                 is_readable = end - start <= MAX_EXAMPLE_BYTES
-                yield key, parse_example(file.read(end - start)) if is_readable else RawExample(None, {})
+                yield (
+                    key,
+                    parse_example(file.read(end - start)) if is_readable else RawExample(None, {}),
+                )
     except TarFormatError as error:
         raise ReadError(f"the shard {path} changed while it was read ({error})") from error
     except OSError as error:

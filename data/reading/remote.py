@@ -53,7 +53,11 @@ class RemoteStorage:
         self.root = root
         self._options = options
         parts = urlsplit(root)
-        if parts.scheme == "http" and parts.hostname not in _LOOPBACK and not options.allow_plain_http:
+        if (
+            parts.scheme == "http"
+            and parts.hostname not in _LOOPBACK
+            and not options.allow_plain_http
+        ):
             raise DataError(
                 f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
                 "data.remote.allow_plain_http = true where the whole network may know"
@@ -98,17 +102,23 @@ class RemoteStorage:
         if threads is not None and self._owner == os.getpid():
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _ahead(self, items: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]) -> Iterator[T]:
+    def _ahead(
+        self, items: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]
+    ) -> Iterator[T]:
         """Results in order; at most one call per connection at a time, as many results waiting, and few bytes of them."""
         if self._threads is None or self._owner != os.getpid():
-            self._threads, self._owner = ThreadPoolExecutor(self._options.connections, "shards"), os.getpid()
+            self._threads, self._owner = (
+                ThreadPoolExecutor(self._options.connections, "shards"),
+                os.getpid(),
+            )
         threads = self._threads
         pending: deque[tuple[Future[T], int]] = deque()
         waiting = 0
         try:
             for item in items:
                 while pending and (
-                    len(pending) >= 2 * self._options.connections or waiting + size(item) > _MAX_BYTES_AHEAD
+                    len(pending) >= 2 * self._options.connections
+                    or waiting + size(item) > _MAX_BYTES_AHEAD
                 ):
                     future, length = pending.popleft()
                     waiting -= length
@@ -132,13 +142,19 @@ class RemoteStorage:
         if info.get("partial") is False:
             return DataError(f"{url}: its server does not serve ranges; use one that does")
         if not info.get("size"):
-            return DataError(f"missing or empty shards: {url} is empty, or its server does not say how long it is")
+            return DataError(
+                f"missing or empty shards: {url} is empty, or its server does not say how long it is"
+            )
         version = next((f"{_VERSIONS[key]}:{info[key]}" for key in _VERSIONS if info.get(key)), "")
         return ShardStatus(int(info["size"]), version)
 
     def _timeout(self) -> dict[str, Any]:
         # fsspec's synchronous calls of asynchronous drivers take it; other drivers have their own.
-        return {"timeout": self._options.timeout_seconds} if isinstance(self._filesystem, AsyncFileSystem) else {}
+        return (
+            {"timeout": self._options.timeout_seconds}
+            if isinstance(self._filesystem, AsyncFileSystem)
+            else {}
+        )
 
     def _if_match(self, version: str) -> dict[str, Any]:
         """The server itself refuses when the file is another one. Only a strong ETag allows that (RFC 9110, 13.1.1)."""
@@ -146,7 +162,9 @@ class RemoteStorage:
             return {}
         headers = {"Accept-Encoding": "identity"}
         is_strong = version.startswith('etag:"')
-        return {"headers": headers | ({"If-Match": version.removeprefix("etag:")} if is_strong else {})}
+        return {
+            "headers": headers | ({"If-Match": version.removeprefix("etag:")} if is_strong else {})
+        }
 
     def _retry(self, url: str, call: Callable[[], T]) -> T:
         """Tries again with doubling pauses, unless the answer is final.
@@ -204,7 +222,9 @@ def _stays_encrypted() -> "TraceConfig":
     import aiohttp
     from yarl import URL  # what aiohttp itself reads the next address with
 
-    async def check(_session: object, _context: object, redirect: "TraceRequestRedirectParams") -> None:
+    async def check(
+        _session: object, _context: object, redirect: "TraceRequestRedirectParams"
+    ) -> None:
         headers = redirect.response.headers
         target = redirect.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
         if redirect.url.scheme == "https" and target.scheme != "https":
@@ -233,5 +253,11 @@ def _filesystem(root: str, options: RemoteOptions) -> Any:
         settings["use_listings_cache"] = False
     try:
         return fsspec.get_filesystem_class(scheme)(**settings)
-    except (ImportError, ValueError, TypeError) as error:  # a TypeError: it needs more than a URL says
-        raise DataError(f"{root}: there is no driver for {scheme}:// ({error}); use https:// or s3://") from error
+    except (
+        ImportError,
+        ValueError,
+        TypeError,
+    ) as error:  # a TypeError: it needs more than a URL says
+        raise DataError(
+            f"{root}: there is no driver for {scheme}:// ({error}); use https:// or s3://"
+        ) from error

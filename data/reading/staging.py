@@ -60,7 +60,9 @@ def open_folder(folder: Path) -> str:
             mine.unlink()
         return name.read_text()
     except OSError as error:
-        raise DataError(f"data.staging: cannot use the folder {folder}: {error.strerror or error}") from error
+        raise DataError(
+            f"data.staging: cannot use the folder {folder}: {error.strerror or error}"
+        ) from error
 
 
 def require_room(folder: Path, shards: Sequence[ShardEntry]) -> None:
@@ -76,11 +78,17 @@ def require_room(folder: Path, shards: Sequence[ShardEntry]) -> None:
         there = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise DataError(f"data.staging: cannot use the folder {folder}: {error.strerror or error}") from error
+        raise DataError(
+            f"data.staging: cannot use the folder {folder}: {error.strerror or error}"
+        ) from error
     missing = sum(size for name, size in wanted.items() if name not in there)
     if missing + _MARGIN_BYTES > free:
         others = sum(size for name, size in there.items() if name not in wanted)
-        more = f"; {others / 1e9:.3g} GB there are of shards that this start does not need" if others else ""
+        more = (
+            f"; {others / 1e9:.3g} GB there are of shards that this start does not need"
+            if others
+            else ""
+        )
         raise DataError(
             f"data.staging: {folder} has {free / 1e9:.3g} GB free, but the shards of this node take {missing / 1e9:.3g} GB more"
             f"{more}; free the difference, use more nodes, or remove data.staging"
@@ -90,7 +98,9 @@ def require_room(folder: Path, shards: Sequence[ShardEntry]) -> None:
 class StagedStorage:
     """See `data.reading.storage.Storage`: reads examples from the copies, and everything else from the place itself."""
 
-    def __init__(self, source: Storage, folder: Path, shards: Sequence[ShardEntry], remote: RemoteOptions):
+    def __init__(
+        self, source: Storage, folder: Path, shards: Sequence[ShardEntry], remote: RemoteOptions
+    ):
         """
         Args:
             source: the place that has the shards.
@@ -99,7 +109,12 @@ class StagedStorage:
             remote: how the place is read, with as many shards at a time as it has connections.
         """
         self.root = source.root
-        self._source, self._folder, self._shards, self._connections = source, folder, shards, remote.connections
+        self._source, self._folder, self._shards, self._connections = (
+            source,
+            folder,
+            shards,
+            remote.connections,
+        )
         self._patience = _QUIET_SECONDS + 2 * remote.tries * remote.timeout_seconds
         self._local = LocalStorage(str(folder))
 
@@ -158,7 +173,9 @@ class StagedStorage:
                     time.sleep(_POLL_SECONDS)
                 else:
                     if not path.exists():
-                        raise ReadError(f"data.staging: {path} was copied and is gone; nothing may clear that folder")
+                        raise ReadError(
+                            f"data.staging: {path} was copied and is gone; nothing may clear that folder"
+                        )
 
     def _stage(self, shard: ShardEntry) -> None:
         """Copies all shards of the node that are missing, several at a time, begun in order; whoever calls it holds the lock.
@@ -183,12 +200,18 @@ class StagedStorage:
                 part.unlink(missing_ok=True)
                 raise
             except OSError as error:
-                raise ReadError(f"data.staging: cannot write {path}: {error.strerror or error}") from error
+                raise ReadError(
+                    f"data.staging: cannot write {path}: {error.strerror or error}"
+                ) from error
 
         _throw_away(self._folder)
         # A shard of another node, which a batch far beyond its cap may ask for, comes alone.
         shards = self._shards if shard in self._shards else [shard]
-        missing = {_staged_name(shard): shard for shard in shards if not (self._folder / _staged_name(shard)).exists()}
+        missing = {
+            _staged_name(shard): shard
+            for shard in shards
+            if not (self._folder / _staged_name(shard)).exists()
+        }
         with ThreadPoolExecutor(self._connections, "staging") as threads:
             list(threads.map(copy, missing.values()))  # shards of equal bytes are one
 
@@ -225,7 +248,9 @@ def _throw_away(folder: Path) -> None:
         for path in folder.glob("*.part"):
             path.unlink(missing_ok=True)
     except OSError as error:
-        raise ReadError(f"data.staging: cannot write {folder}: {error.strerror or error}") from error
+        raise ReadError(
+            f"data.staging: cannot write {folder}: {error.strerror or error}"
+        ) from error
 
 
 @contextmanager

@@ -70,7 +70,9 @@ class LocalStorage:
                 yield DataError(f"missing or empty shards: {path}: {error.strerror or error}")
                 continue
             if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
-                yield DataError(f"missing or empty shards: {path} is empty or no file; fetch it again")
+                yield DataError(
+                    f"missing or empty shards: {path} is empty or no file; fetch it again"
+                )
             else:
                 yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
 
@@ -78,10 +80,14 @@ class LocalStorage:
         try:
             shutil.copyfile(Path(self.root, name), path)
         except OSError as error:
-            raise ReadError(f"cannot copy {self.root}/{name} to {path}: {error.strerror or error}") from error
+            raise ReadError(
+                f"cannot copy {self.root}/{name} to {path}: {error.strerror or error}"
+            ) from error
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        if hasattr(os, "posix_fadvise"):  # It starts reading without waiting; some systems have no such call.
+        if hasattr(
+            os, "posix_fadvise"
+        ):  # It starts reading without waiting; some systems have no such call.
             for request in requests:
                 descriptor = self._descriptor(request.shard)
                 os.posix_fadvise(descriptor, request.offset, request.length, os.POSIX_FADV_WILLNEED)
@@ -147,7 +153,9 @@ def local_copy(root: str, remote: RemoteOptions, name: str) -> Iterator[Path]:
         return
     with closing(open_storage(root, remote)) as storage:
         [status] = require_present(storage.status([name]))
-        with tempfile.TemporaryDirectory(prefix="shard-") as folder:  # The disk must hold one shard per worker.
+        with tempfile.TemporaryDirectory(
+            prefix="shard-"
+        ) as folder:  # The disk must hold one shard per worker.
             path = Path(folder) / "shard.tar"
             storage.fetch(name, status, path)
             yield path
@@ -172,7 +180,9 @@ def open_storage(root: str, remote: RemoteOptions) -> Storage:
         DataError: a scheme without a driver, or plain http to another host.
     """
     if is_url(root):
-        from data.reading.remote import RemoteStorage  # network libraries are imported only for network shards
+        from data.reading.remote import (
+            RemoteStorage,
+        )  # network libraries are imported only for network shards
 
         return RemoteStorage(root, remote)
     return LocalStorage(root)

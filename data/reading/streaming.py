@@ -57,7 +57,9 @@ class Stream:
                     f"shards, {self.shards[0]} and others: lower data.num_workers, or leave out shards without examples"
                 )
 
-    def epoch(self, epoch: int, reader: int = 0, num_readers: int = 1) -> Iterator[tuple[str, RawExample]]:
+    def epoch(
+        self, epoch: int, reader: int = 0, num_readers: int = 1
+    ) -> Iterator[tuple[str, RawExample]]:
         """Names and examples of one epoch for one of the readers, which are ranks times workers.
 
         Each reads other shards; where there are fewer shards than readers, each reads all of them and takes every
@@ -69,14 +71,20 @@ class Stream:
         by_shard = len(shards) >= num_readers
         chosen = shards[reader::num_readers] if by_shard else shards
         named: Iterator[tuple[str, RawExample]]
-        named = ((f"{path} {os.fsdecode(key)}", raw) for path in chosen for key, raw in read_in_order(Path(path)))
+        named = (
+            (f"{path} {os.fsdecode(key)}", raw)
+            for path in chosen
+            for key, raw in read_in_order(Path(path))
+        )
         if not by_shard:
             named = itertools.islice(named, reader, None, num_readers)
         if self.shuffle_buffer:
             import webdataset
 
             rng = random.Random(f"{self.seed} {epoch} {reader}")
-            named = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(named)
+            named = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(
+                named
+            )
         yield from named
 
 
@@ -111,11 +119,17 @@ class StreamingLoader(Prefetched, IterableDataset):
         mine = batch_size // world_size + (rank < batch_size % world_size)
         starts = range(0, -(-batch_size // world_size), micro_batch_size)
         self._sizes = [max(0, min(micro_batch_size, mine - start)) for start in starts]
-        self._stream, self._make_example, self._micro_batch_size = stream, make_example, micro_batch_size
+        self._stream, self._make_example, self._micro_batch_size = (
+            stream,
+            make_example,
+            micro_batch_size,
+        )
         self._first, self._rank, self._world_size = start_step * len(self._sizes), rank, world_size
         super().__init__(num_workers, prefetch_micro_batches, pin_memory)
 
-    def steps(self, plans: Iterator[StepPlan]) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
+    def steps(
+        self, plans: Iterator[StepPlan]
+    ) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
         """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream.
 
         Raises:
@@ -127,7 +141,9 @@ class StreamingLoader(Prefetched, IterableDataset):
         for plan in plans:
             self.data_wait = 0.0
             mine = itertools.islice(batches, len(self._sizes))
-            nobody = plan._replace(example_ids=plan.example_ids[:0], example_keys=plan.example_keys[:0])
+            nobody = plan._replace(
+                example_ids=plan.example_ids[:0], example_keys=plan.example_keys[:0]
+            )
             yield nobody, mine
             for _ in mine:
                 pass
@@ -137,11 +153,15 @@ class StreamingLoader(Prefetched, IterableDataset):
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
         # DataLoader asks worker 0 first, and the number of the first micro-batch says whose turn that is.
         turn = (self._first + worker) % num_workers
-        examples = self._stream.examples(self._rank * num_workers + turn, self._world_size * num_workers)
+        examples = self._stream.examples(
+            self._rank * num_workers + turn, self._world_size * num_workers
+        )
         try:
             for ordinal in itertools.count(turn, num_workers):
                 rows = list(itertools.islice(examples, self._sizes[ordinal % len(self._sizes)]))
-                if ordinal >= self._first:  # What an earlier run consumed is passed over without decoding it.
+                if (
+                    ordinal >= self._first
+                ):  # What an earlier run consumed is passed over without decoding it.
                     yield shared(stack_examples(rows, self._make_example, self._micro_batch_size))
         except (DataError, ReadError) as error:
             yield Failure(type(error), str(error))

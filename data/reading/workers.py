@@ -15,7 +15,13 @@ from data.errors import ReadError
 from data.index.tar_index import ExampleTable
 from data.reading.staging import StagedStorage
 
-_PRELOAD = ["data.reading.worker_signals", "torch", "PIL.Image", "tokenizers", "data.reading.loader"]
+_PRELOAD = [
+    "data.reading.worker_signals",
+    "torch",
+    "PIL.Image",
+    "tokenizers",
+    "data.reading.loader",
+]
 
 
 def worker_context() -> Any:
@@ -30,7 +36,9 @@ def end_with_parent(_worker: int) -> None:
 
     torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
     """
-    from data.reading.worker_signals import leave_to_trainer  # importing it has an effect that only a worker may have
+    from data.reading.worker_signals import (
+        leave_to_trainer,
+    )  # importing it has an effect that only a worker may have
 
     leave_to_trainer()
     parent = multiprocessing.parent_process()
@@ -55,7 +63,11 @@ def copy_shards(table: ExampleTable) -> None:
 
 
 def data_loader(
-    dataset: Dataset, requests: Iterator[Any] | None, num_workers: int, prefetch_factor: int | None, pin_memory: bool
+    dataset: Dataset,
+    requests: Iterator[Any] | None,
+    num_workers: int,
+    prefetch_factor: int | None,
+    pin_memory: bool,
 ) -> DataLoader:
     """torch's loader of what is batched already, with workers that end with their trainer.
 

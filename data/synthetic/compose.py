@@ -40,7 +40,10 @@ _HALVES = (
 _ARROWS = (("up", 0.0), ("right", pi / 2), ("down", pi), ("left", -pi / 2))
 _ARRANGEMENTS = (
     *(("in a row", "in a horizontal line"), ("in a column", "in a vertical line")),
-    *(("in a circle", "arranged in a circle"), ("in a square grid", "arranged in rows and columns")),
+    *(
+        ("in a circle", "arranged in a circle"),
+        ("in a square grid", "arranged in rows and columns"),
+    ),
 )
 _RELATIONS = ("left", "right", "above", "below")
 _PLAIN_BACKGROUNDS = ("white", "black", "light gray", "dark gray")
@@ -62,18 +65,30 @@ def compose(rng: Rng) -> Composition:
         return Composition(Scene((texture,)), Statement(textures=(describe(texture, rng),)))
     if kind == 1:
         return _halves(rng)
-    layouts: tuple[Callable[[Rng], Layout], ...] = (_scattered, _arranged, _two_groups, _nested, _three_in_order)
+    layouts: tuple[Callable[[Rng], Layout], ...] = (
+        _scattered,
+        _arranged,
+        _two_groups,
+        _nested,
+        _three_in_order,
+    )
     groups, spots, background, said = layouts[kind - 2](rng)
     # The groups are drawn at their places; size words and the background are added to the statement.
     drawn: list[Shape] = []
     named: list[Group] = []
     for group, places in zip(groups, spots, strict=True):
         word = size_word(places[0][2]) if rng.random() < 0.6 else ""
-        name, angle = group.shape, float(rng.uniform(-0.2, 0.2)) if group.shape not in _UPRIGHT else 0.0
+        name, angle = (
+            group.shape,
+            float(rng.uniform(-0.2, 0.2)) if group.shape not in _UPRIGHT else 0.0,
+        )
         if name == "arrow":
             direction, angle = _ARROWS[rng.integers(4)]
             word = f"{word} {direction}-pointing".strip()
-        drawn += [Shape(name, group.colour, x, y, radius, angle, group.fill, group.second) for x, y, radius in places]
+        drawn += [
+            Shape(name, group.colour, x, y, radius, angle, group.fill, group.second)
+            for x, y, radius in places
+        ]
         named.append(replace(group, size=word))
     if background.program != "plain":
         phrase = describe(background, rng)
@@ -83,7 +98,9 @@ def compose(rng: Rng) -> Composition:
             tone = "bright "
         elif rng.random() < 0.2:
             tone = "plain "
-        phrase = a(f"{tone}{colour} {rng.choice(['background', 'background', 'ground', 'backdrop'])}")
+        phrase = a(
+            f"{tone}{colour} {rng.choice(['background', 'background', 'ground', 'backdrop'])}"
+        )
     statement = replace(said, groups=tuple(named), background=phrase)
     if said.relation == "inside":  # the outer shape lies behind the inner one
         drawn.reverse()
@@ -97,7 +114,9 @@ def compose_shapes(rng: Rng) -> Composition:
     count = int(rng.choice(3, p=(0.4, 0.4, 0.2))) + 1
     names = [str(name) for name in rng.permutation(shapes.SIMPLE)[:count]]
     colours = random_colours(rng, count, contrast=_BACKGROUND_CONTRAST, among=BASIC)
-    background = random_colours(rng, 1, avoid=colours, contrast=_BACKGROUND_CONTRAST, among=_PLAIN_BACKGROUNDS)
+    background = random_colours(
+        rng, 1, avoid=colours, contrast=_BACKGROUND_CONTRAST, among=_PLAIN_BACKGROUNDS
+    )
     relation: str | None = None
     if count == 1:
         x, y = (float(value) for value in rng.uniform(0.3, 0.7, 2))
@@ -105,26 +124,44 @@ def compose_shapes(rng: Rng) -> Composition:
     else:
         level = rng.uniform(0.35, 0.65)
         if count == 2:
-            relation, along, radius = _RELATIONS[rng.integers(4)], [0.26, 0.74], rng.uniform(0.15, 0.2)
+            relation, along, radius = (
+                _RELATIONS[rng.integers(4)],
+                [0.26, 0.74],
+                rng.uniform(0.15, 0.2),
+            )
             is_row = relation in ("left", "right")
             if relation in ("right", "below"):
                 along = along[::-1]
         else:
-            relation, along, radius = ("right", "down")[rng.integers(2)], [0.18, 0.5, 0.82], rng.uniform(0.1, 0.125)
+            relation, along, radius = (
+                ("right", "down")[rng.integers(2)],
+                [0.18, 0.5, 0.82],
+                rng.uniform(0.1, 0.125),
+            )
             is_row = relation == "right"
         jitter = rng.uniform(-_PLAIN_JITTER, _PLAIN_JITTER, (count, 2))
-        spots = [(float(at + move[0]), float(level + move[1])) for at, move in zip(along, jitter, strict=True)]
+        spots = [
+            (float(at + move[0]), float(level + move[1]))
+            for at, move in zip(along, jitter, strict=True)
+        ]
         spots = spots if is_row else [(y, x) for x, y in spots]
     groups = tuple(Group(1, name, colour) for name, colour in zip(names, colours, strict=True))
-    drawn = tuple(Shape(name, colour, x, y, radius) for name, colour, (x, y) in zip(names, colours, spots, strict=True))
+    drawn = tuple(
+        Shape(name, colour, x, y, radius)
+        for name, colour, (x, y) in zip(names, colours, spots, strict=True)
+    )
     return Composition(Scene((Texture("plain", background),), drawn), Statement(groups, relation))
 
 
 def _halves(rng: Rng) -> Composition:
     side_by_side = rng.random() < 0.5
-    boxes: tuple[Box, Box] = ((0, 0, 0.5, 1), (0.5, 0, 1, 1)) if side_by_side else ((0, 0, 1, 0.5), (0, 0.5, 1, 1))
+    boxes: tuple[Box, Box] = (
+        ((0, 0, 0.5, 1), (0.5, 0, 1, 1)) if side_by_side else ((0, 0, 1, 0.5), (0, 0.5, 1, 1))
+    )
     first = random_texture(rng, kinds=_HALVES, box=boxes[0])
-    second = random_texture(rng, kinds=[name for name in _HALVES if name != first.program], box=boxes[1])
+    second = random_texture(
+        rng, kinds=[name for name in _HALVES if name != first.program], box=boxes[1]
+    )
     relation = "left" if side_by_side else "above"
     phrases = (describe(first, rng), describe(second, rng))
     if rng.random() < 0.5:
@@ -173,7 +210,9 @@ def _arranged(rng: Rng) -> Layout:
 
 def _two_groups(rng: Rng) -> Layout:
     """One group left of, right of, above or below another."""
-    counts = tuple(int(value) for value in rng.choice((1, 2, 3, 4, 5), size=2, p=(0.5, 0.2, 0.15, 0.1, 0.05)))
+    counts = tuple(
+        int(value) for value in rng.choice((1, 2, 3, 4, 5), size=2, p=(0.5, 0.2, 0.15, 0.1, 0.05))
+    )
     groups, background = _groups(rng, counts)
     gap = 0.02
     relation = _RELATIONS[rng.integers(4)]
@@ -182,7 +221,9 @@ def _two_groups(rng: Rng) -> Layout:
     spots = []
     for count, span in zip(counts, spans, strict=True):
         sides = (0.15, 0.85) if count == 1 else (0.05, 0.95)
-        (left, right), (top, bottom) = (span, sides) if relation in ("left", "right") else (sides, span)
+        (left, right), (top, bottom) = (
+            (span, sides) if relation in ("left", "right") else (sides, span)
+        )
         spots.append(_spread(rng, count, (left, top, right, bottom)))
     return groups, spots, background, Statement(relation=relation)
 
@@ -194,7 +235,9 @@ def _nested(rng: Rng) -> Layout:
     used = [inner[0].colour, *([inner[0].second] if inner[0].second else []), *background.colours]
     names = [name for name in roomy if name != inner[0].shape]
     colour = random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST)[0]
-    outer = Group(1, names[rng.integers(len(names))], colour, "hollow" if rng.random() < 0.3 else "solid")
+    outer = Group(
+        1, names[rng.integers(len(names))], colour, "hollow" if rng.random() < 0.3 else "solid"
+    )
     x, y = (float(value) for value in rng.uniform(0.42, 0.58, 2))
     spots = [[(x, y, float(rng.uniform(0.1, 0.19)))], [(x, y, float(rng.uniform(0.34, 0.4)))]]
     return (inner[0], outer), spots, background, Statement(relation="inside")
@@ -206,7 +249,10 @@ def _three_in_order(rng: Rng) -> Layout:
     relation = "right" if rng.random() < 0.6 else "down"
     spots = []
     for place in range(3):
-        along, across = 0.18 + 0.32 * place + float(rng.uniform(-0.02, 0.02)), float(rng.uniform(0.4, 0.6))
+        along, across = (
+            0.18 + 0.32 * place + float(rng.uniform(-0.02, 0.02)),
+            float(rng.uniform(0.4, 0.6)),
+        )
         x, y = (along, across) if relation == "right" else (across, along)
         spots.append([(x, y, float(rng.uniform(0.09, 0.13)))])
     return groups, spots, background, Statement(relation=relation)
@@ -227,7 +273,9 @@ def _groups(rng: Rng, counts: tuple[int, ...]) -> tuple[tuple[Group, ...], Textu
             used.append(second)
         groups.append(Group(count, str(name), colour, fill, second))
     if rng.random() < 0.7:
-        background = Texture("plain", random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST))
+        background = Texture(
+            "plain", random_colours(rng, 1, avoid=used, contrast=_BACKGROUND_CONTRAST)
+        )
     else:
         background = random_texture(rng, avoid=used, contrast=_BACKGROUND_CONTRAST, kinds=_CALM)
     return tuple(groups), background
@@ -241,7 +289,11 @@ def _spread(rng: Rng, count: int, box: Box) -> Spots:
     rows = -(-count // columns)
     columns = -(-count // rows)
     cell = min(width / columns, height / rows)
-    radius = float(cell * rng.uniform(0.32, 0.42)) if count > 1 else float(min(cell * rng.uniform(0.2, 0.45), 0.3))
+    radius = (
+        float(cell * rng.uniform(0.32, 0.42))
+        if count > 1
+        else float(min(cell * rng.uniform(0.2, 0.45), 0.3))
+    )
     slack_x, slack_y = width / columns / 2 - radius - 0.012, height / rows / 2 - radius - 0.012
     spots = []
     for place in rng.permutation(columns * rows)[:count]:

@@ -112,7 +112,10 @@ def stripes(x: Array, y: Array, a: Array, px: float) -> Array:
 
 def checkerboard(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = rotated(x, y, a[1])
-    return edge((np.abs(fract(u * a[0]) - 0.5) - 0.25) * (np.abs(fract(v * a[0]) - 0.5) - 0.25), 0.25 * a[0] * px)
+    return edge(
+        (np.abs(fract(u * a[0]) - 0.5) - 0.25) * (np.abs(fract(v * a[0]) - 0.5) - 0.25),
+        0.25 * a[0] * px,
+    )
 
 
 def dots(x: Array, y: Array, a: Array, px: float) -> Array:
@@ -217,4 +220,6 @@ def gradient(x: Array, y: Array, a: Array, px: float) -> Array:
 
 def grid(x: Array, y: Array, a: Array, px: float) -> Array:
     u, v = rotated(x, y, a[2])
-    return edge(a[1] - np.minimum(np.abs(fract(u * a[0]) - 0.5), np.abs(fract(v * a[0]) - 0.5)), a[0] * px)
+    return edge(
+        a[1] - np.minimum(np.abs(fract(u * a[0]) - 0.5), np.abs(fract(v * a[0]) - 0.5)), a[0] * px
+    )

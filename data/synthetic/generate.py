@@ -76,12 +76,16 @@ class SyntheticData:
         scenes = Scenes(self.seed, self.image_size)
         for start in range(0, len(indices), BLOCK):
             images_BCHW, tokens_BL = scenes.pairs(np.array(indices[start : start + BLOCK]))
-            for image_HWC, tokens_L in zip(images_BCHW.permute(0, 2, 3, 1).numpy(), tokens_BL.tolist(), strict=True):
+            for image_HWC, tokens_L in zip(
+                images_BCHW.permute(0, 2, 3, 1).numpy(), tokens_BL.tolist(), strict=True
+            ):
                 yield SyntheticExample(image_HWC, caption(tokens_L), Scene(()), Statement())
 
     def composition(self, index: int) -> tuple[Composition, str]:
         """Scene, statement and caption without the picture."""
-        rng = np.random.Generator(np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64)))
+        rng = np.random.Generator(
+            np.random.Philox(key=np.array([self.seed, index], dtype=np.uint64))
+        )
         if self.content == "shapes":
             composition = compose_shapes(rng)
             return composition, composition.statement.plain_caption()

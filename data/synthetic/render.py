@@ -26,7 +26,9 @@ def draw(scene: Scene, image_size: int) -> np.ndarray:
     return np.stack(list(np.rint(np.clip(canvas_CHW, 0, 1) * 255).astype(np.uint8)), axis=-1)
 
 
-def part_of(canvas_CHW: np.ndarray, box: Sequence[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def part_of(
+    canvas_CHW: np.ndarray, box: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pixels in a box (left, top, right, bottom); the x (W,) and y (H, 1) of their centres, in image sides, float32."""
     size = canvas_CHW.shape[-1]
     left, top, right, bottom = (min(max(round(value * size), 0), size) for value in box)
@@ -54,10 +56,16 @@ def draw_shape(canvas_CHW: np.ndarray, shape: Shape) -> None:
     reach = shape.radius * min(_OUTLINE_REACH + pixel, shapes.TABLE_EXTENT)
     box = (shape.x - reach, shape.y - reach, shape.x + reach, shape.y + reach)
     part_CHW, x_W, y_H1 = part_of(canvas_CHW, box)
-    u_HW, v_HW = rotated((x_W - shape.x) / shape.radius, (y_H1 - shape.y) / shape.radius, shape.angle)
+    u_HW, v_HW = rotated(
+        (x_W - shape.x) / shape.radius, (y_H1 - shape.y) / shape.radius, shape.angle
+    )
     # The shape's table of distances, linearly between its points.
     x_HW, y_HW = (
-        np.clip((at / shapes.TABLE_EXTENT + 1) * (shapes.TABLE_SIZE / 2) - 0.5, 0, shapes.TABLE_SIZE - 1.001)
+        np.clip(
+            (at / shapes.TABLE_EXTENT + 1) * (shapes.TABLE_SIZE / 2) - 0.5,
+            0,
+            shapes.TABLE_SIZE - 1.001,
+        )
         for at in (u_HW, v_HW)
     )
     column_HW, row_HW = x_HW.astype(np.intp), y_HW.astype(np.intp)
@@ -65,7 +73,8 @@ def draw_shape(canvas_CHW: np.ndarray, shape: Shape) -> None:
     cell_HW = row_HW * shapes.TABLE_SIZE + column_HW
     table = shapes.distance_table()[shapes.NAMES.index(shape.name)]
     above_HW, below_HW = (
-        table.take(cell) * (1 - x_HW) + table.take(cell + 1) * x_HW for cell in (cell_HW, cell_HW + shapes.TABLE_SIZE)
+        table.take(cell) * (1 - x_HW) + table.take(cell + 1) * x_HW
+        for cell in (cell_HW, cell_HW + shapes.TABLE_SIZE)
     )
     d_HW = above_HW * (1 - y_HW) + below_HW * y_HW
     if shape.fill == "hollow":
@@ -77,23 +86,40 @@ def draw_shape(canvas_CHW: np.ndarray, shape: Shape) -> None:
         share_HW = 1 - bands(v_HW * f, f * pixel)
     elif f:
         p_HW, q_HW = fract(u_HW * f) - 0.5, fract(v_HW * f) - 0.5
-        is_dotted, squares_HW = shape.fill == "dotted", (np.abs(p_HW) - 0.25) * (np.abs(q_HW) - 0.25)
-        share_HW = edge(0.3 - length(p_HW, q_HW), f * pixel) if is_dotted else edge(squares_HW, 0.25 * f * pixel)
+        is_dotted, squares_HW = (
+            shape.fill == "dotted",
+            (np.abs(p_HW) - 0.25) * (np.abs(q_HW) - 0.25),
+        )
+        share_HW = (
+            edge(0.3 - length(p_HW, q_HW), f * pixel)
+            if is_dotted
+            else edge(squares_HW, 0.25 * f * pixel)
+        )
     first, second = rgb(shape.colour), rgb(shape.second or shape.colour)
     for patch_HW, here, other in zip(part_CHW, first, second - first, strict=True):
         patch_HW += (here + other * share_HW - patch_HW) * cover_HW
 
 
-def contact_sheet(images: Sequence[np.ndarray], captions: Sequence[str], *, columns: int = 6) -> Image.Image:
+def contact_sheet(
+    images: Sequence[np.ndarray], captions: Sequence[str], *, columns: int = 6
+) -> Image.Image:
     """Arranges pictures (uint8 (H, W, 3)) in columns, each with its caption below."""
-    side, text_lines, line = 200, 5, 15  # pixels of a picture, lines of its caption, and pixels of a line
+    side, text_lines, line = (
+        200,
+        5,
+        15,
+    )  # pixels of a picture, lines of its caption, and pixels of a line
     rows = -(-len(images) // columns)
     cell = (side + 10, side + text_lines * line + 10)
     sheet = Image.new("RGB", (columns * cell[0], rows * cell[1]), (255, 255, 255))
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
     for place, (image, caption) in enumerate(zip(images, captions, strict=True)):
         left, top = place % columns * cell[0] + 5, place // columns * cell[1] + 5
-        sheet.paste(Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS), (left, top))
+        sheet.paste(
+            Image.fromarray(image).resize((side, side), Image.Resampling.LANCZOS), (left, top)
+        )
         lines = textwrap.wrap(caption, 32)[:text_lines]
-        draw.multiline_text((left, top + side + 3), "\n".join(lines), fill=(0, 0, 0), font=font, spacing=1)
+        draw.multiline_text(
+            (left, top + side + 3), "\n".join(lines), fill=(0, 0, 0), font=font, spacing=1
+        )
     return sheet

@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from data.synthetic import shapes
-from data.synthetic.vocabulary import ABSTRACT_INTRODUCTIONS, COUNTS, INTRODUCTIONS, RELATIONS, a, listed
+from data.synthetic.vocabulary import (
+    ABSTRACT_INTRODUCTIONS,
+    COUNTS,
+    INTRODUCTIONS,
+    RELATIONS,
+    a,
+    listed,
+)
 
 Rng = np.random.Generator
 CONTENTS = ("all", "shapes", "scenes")
@@ -124,8 +131,12 @@ class Statement:
         introductions = ABSTRACT_INTRODUCTIONS if self.textures else INTRODUCTIONS
         introduction = str(introductions[rng.integers(len(introductions))])
         has_article = body.startswith(("a ", "an ", "the "))
-        if body.startswith("from ") or (self.textures and introduction.endswith(" of ") and has_article):
-            introduction = ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
+        if body.startswith("from ") or (
+            self.textures and introduction.endswith(" of ") and has_article
+        ):
+            introduction = (
+                ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
+            )
         return introduction + body
 
     def plain_caption(self) -> str:
@@ -138,8 +149,14 @@ class Statement:
             way = {"right": "from left to right", "down": "from top to bottom"}[str(self.relation)]
             if rng is not None and rng.random() < 0.3:
                 return f"{phrases[1]} between {phrases[0]} and {phrases[2]}"
-            return f"{way}: {listed(phrases)}" if rng is not None and rng.random() < 0.5 else f"{listed(phrases)} {way}"
+            return (
+                f"{way}: {listed(phrases)}"
+                if rng is not None and rng.random() < 0.5
+                else f"{listed(phrases)} {way}"
+            )
         if len(phrases) == 2 and self.relation is not None:
             words = RELATIONS[self.relation]
-            return f"{phrases[0]} {words[0 if rng is None else rng.integers(len(words))]} {phrases[1]}"
+            return (
+                f"{phrases[0]} {words[0 if rng is None else rng.integers(len(words))]} {phrases[1]}"
+            )
         return f"{listed(phrases)} {self.place}".strip()

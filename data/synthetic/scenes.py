@@ -27,23 +27,50 @@ from data.embedded import FASHION_FILE, NUM_SHADES, PARTS
 SPRITES_FILE = Path(__file__).resolve().parents[1] / "scenes" / "sprites.npz.xz"
 SPRITE = 28
 """Side of a sprite in pixels."""
-CLOTHES = ("tee", "trousers", "jumper", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
+CLOTHES = (
+    "tee",
+    "trousers",
+    "jumper",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "boot",
+)
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NEVER = frozenset(("jumper", "sandal", "bag", *(f"letter {letter}" for letter in "aekqruwz")))
 """Kinds that no caption names and no captioned scene shows."""
 COLOURS = {
-    "red": (0.88, 0.12, 0.12), "orange": (0.97, 0.55, 0.08), "yellow": (0.95, 0.9, 0.15), "green": (0.12, 0.62, 0.2),
-    "cyan": (0.2, 0.85, 0.9), "blue": (0.12, 0.25, 0.9), "purple": (0.5, 0.15, 0.65), "pink": (0.98, 0.55, 0.75),
-    "white": (0.97, 0.97, 0.97), "black": (0.06, 0.06, 0.06),
-}  # fmt: skip
+    "red": (0.88, 0.12, 0.12),
+    "orange": (0.97, 0.55, 0.08),
+    "yellow": (0.95, 0.9, 0.15),
+    "green": (0.12, 0.62, 0.2),
+    "cyan": (0.2, 0.85, 0.9),
+    "blue": (0.12, 0.25, 0.9),
+    "purple": (0.5, 0.15, 0.65),
+    "pink": (0.98, 0.55, 0.75),
+    "white": (0.97, 0.97, 0.97),
+    "black": (0.06, 0.06, 0.06),
+}
 ROWS, COLUMNS = ("top", "middle", "bottom"), ("left", "middle", "right")
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 KINDS = (*CLOTHES, *(f"letter {letter}" for letter in LETTERS))
 CAPTIONED = tuple(kind for kind in KINDS if kind not in NEVER)
 WORDS = (
-    *SPECIAL, "a", "an", "at", "letter", "and", *COLOURS, *ROWS, "left", "right",
+    *SPECIAL,
+    "a",
+    "an",
+    "at",
+    "letter",
+    "and",
+    *COLOURS,
+    *ROWS,
+    "left",
+    "right",
     *(kind.removeprefix("letter ") for kind in CAPTIONED if kind != "letter a"),
-)  # fmt: skip
+)
 """The tokens of `data/tokenizer/scenes.json`, in order."""
 _ID = {word: number for number, word in enumerate(WORDS)}
 
@@ -104,27 +131,39 @@ def from_ink(ink_HW: np.ndarray, least: float = 0.35) -> np.ndarray:
     opaque = np.clip(4 * ink_HW.astype(np.float32), 0, 255)
     rgba_HWC = np.dstack([light, light, light, opaque]).astype(np.uint8)
     rows, columns = np.where(rgba_HWC[..., 3] > 24)
-    image = Image.fromarray(rgba_HWC[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1])
+    image = Image.fromarray(
+        rgba_HWC[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    )
     scale = (SPRITE - 2) / max(image.size)
     resample = Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC
-    image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))), resample)
+    image = image.resize(
+        (max(1, round(image.width * scale)), max(1, round(image.height * scale))), resample
+    )
     framed = Image.new("RGBA", (SPRITE, SPRITE), (0, 0, 0, 0))
     framed.paste(image, ((SPRITE - image.width) // 2, (SPRITE - image.height) // 2))
     return np.array(framed)
 
 
-def pool(sprites: dict[str, np.ndarray], *, leaves_out: bool = False, is_tinted: bool = True) -> Pool:
+def pool(
+    sprites: dict[str, np.ndarray], *, leaves_out: bool = False, is_tinted: bool = True
+) -> Pool:
     """A pool of (n, 28, 28, 4) uint8 by kind; clothes and letters together are equally likely, and all kinds within."""
     names = tuple(sprites)
-    rgba = torch.from_numpy(np.concatenate(list(sprites.values()))).permute(0, 3, 1, 2).float() / 255
+    rgba = (
+        torch.from_numpy(np.concatenate(list(sprites.values()))).permute(0, 3, 1, 2).float() / 255
+    )
     rgba[:, :3] *= rgba[:, 3:]
     letters = np.array([name.startswith("letter ") for name in names])
     shares = np.where(letters, 1 / max(1, letters.sum()), 1 / max(1, (~letters).sum()))
     return Pool(
-        names, rgba.half(), np.cumsum([0, *(len(one) for one in sprites.values())]),
+        names,
+        rgba.half(),
+        np.cumsum([0, *(len(one) for one in sprites.values())]),
         np.array([KINDS.index(name) if name in KINDS else -1 for name in names]),
-        np.cumsum(shares / shares.sum()), leaves_out, is_tinted,
-    )  # fmt: skip
+        np.cumsum(shares / shares.sum()),
+        leaves_out,
+        is_tinted,
+    )
 
 
 @cache
@@ -149,14 +188,21 @@ def pools() -> dict[str, Pool]:
         }
         for number, letter in enumerate(LETTERS):
             one = letters[:, number, ..., None]
-            found[f"letter {letter}"] = np.concatenate([np.full_like(one, 255).repeat(3, axis=-1), one], axis=-1)
+            found[f"letter {letter}"] = np.concatenate(
+                [np.full_like(one, 255).repeat(3, axis=-1), one], axis=-1
+            )
         sprites.append(found)
     never = {"clothes": CLOTHES, "letters": KINDS[len(CLOTHES) :], "never": KINDS}
     return {
         "captioned": pool({kind: sprites[0][kind] for kind in CAPTIONED}, leaves_out=True),
         "new": pool({kind: sprites[1][kind] for kind in CAPTIONED}),
-        **{name: pool({one: sprites[1][one] for one in some if one in NEVER}) for name, some in never.items()},
-        "clip art": pool({f"picture-{n}": one[None] for n, one in enumerate(clip_art)}, is_tinted=False),
+        **{
+            name: pool({one: sprites[1][one] for one in some if one in NEVER})
+            for name, some in never.items()
+        },
+        "clip art": pool(
+            {f"picture-{n}": one[None] for n, one in enumerate(clip_art)}, is_tinted=False
+        ),
     }
 
 
@@ -179,7 +225,9 @@ class Scenes:
     BACKGROUND, OBJECT = 24, 12
     """Random numbers of a background and of an object."""
 
-    def __init__(self, seed: int = 0, size: int = 32, objects: int = 1, clutter: float = 0.5) -> None:
+    def __init__(
+        self, seed: int = 0, size: int = 32, objects: int = 1, clutter: float = 0.5
+    ) -> None:
         """Says what the world is a function of.
 
         Args:
@@ -201,8 +249,12 @@ class Scenes:
         first, last = among.first[kind], among.first[kind + 1]
         colour = (v[..., 3] * len(COLOURS)).astype(int)
         if among.leaves_out:  # the next colour is never left out, too
-            colour = np.where(is_left_out(among.number[kind], colour), (colour + 1) % len(COLOURS), colour)
-        rgb = np.clip(np.array(list(COLOURS.values()), np.float32)[colour] + 0.12 * (v[..., 4:7] - 0.5), 0, 1)
+            colour = np.where(
+                is_left_out(among.number[kind], colour), (colour + 1) % len(COLOURS), colour
+            )
+        rgb = np.clip(
+            np.array(list(COLOURS.values()), np.float32)[colour] + 0.12 * (v[..., 4:7] - 0.5), 0, 1
+        )
         is_one = (count == 1)[:, None]
         size = np.where(is_one, 0.4375 + 0.3125 * v[..., 7], 0.34 + 0.16 * v[..., 7])
         x, y = (size / 2 + (1 - size) * v[..., 9 + axis] for axis in (0, 1))
@@ -211,9 +263,17 @@ class Scenes:
             is_row = (u[:, 1] < 0.5)[:, None]
             x, y = np.where(is_one | ~is_row, x, free), np.where(is_one | is_row, y, free)
         return Placed(
-            u, count, kind, first + (v[..., 2] * (last - first)).astype(int), colour, rgb,
-            size.astype(np.float32), x, y, (v[..., 8] - 0.5) * 2 * np.deg2rad(20),
-        )  # fmt: skip
+            u,
+            count,
+            kind,
+            first + (v[..., 2] * (last - first)).astype(int),
+            colour,
+            rgb,
+            size.astype(np.float32),
+            x,
+            y,
+            (v[..., 8] - 0.5) * 2 * np.deg2rad(20),
+        )
 
     def render(self, placed: Placed, among: Pool) -> Tensor:
         """(B, 3, S, S) uint8."""
@@ -222,13 +282,17 @@ class Scenes:
             size, turn = placed.size[:, m].astype(np.float64), placed.turn[:, m].astype(np.float64)
             cos, sin = np.cos(turn) / size, np.sin(turn) / size
             x, y = placed.x[:, m] * 2.0 - 1, placed.y[:, m] * 2.0 - 1
-            rows = np.stack([cos, sin, -cos * x - sin * y, -sin, cos, sin * x - cos * y], 1).reshape(-1, 2, 3)
+            rows = np.stack(
+                [cos, sin, -cos * x - sin * y, -sin, cos, sin * x - cos * y], 1
+            ).reshape(-1, 2, 3)
             # Both factors of the grid's product, so that every pixel is one sum of products for any number of scenes.
             line = torch.from_numpy((np.arange(S) * 2 + 1) / S - 1)
             t = torch.from_numpy(rows)[..., None, None]
             sums = [t[:, k, 0] * line + t[:, k, 1] * line[:, None] + t[:, k, 2] for k in (0, 1)]
             grid = torch.stack(sums, -1).float()
-            drawn = F.grid_sample(among.pictures[placed.sprite[:, m]].float(), grid, align_corners=False)
+            drawn = F.grid_sample(
+                among.pictures[placed.sprite[:, m]].float(), grid, align_corners=False
+            )
             drawn *= torch.from_numpy((placed.number > m).astype(np.float32)).view(B, 1, 1, 1)
             light = drawn[:, :3]
             if among.is_tinted:
@@ -242,7 +306,9 @@ class Scenes:
         names = [[_ID.get(word, _ID["<unk>"]) for word in name.split()] for name in among.names]
         rows = np.zeros((len(placed.number), self.num_tokens), np.int64)
         columns = placed.number, placed.kind, placed.colour, place(placed.y), place(placed.x)
-        for row, count, kinds, colours, ys, xs in zip(rows, *(column.tolist() for column in columns), strict=True):
+        for row, count, kinds, colours, ys, xs in zip(
+            rows, *(column.tolist() for column in columns), strict=True
+        ):
             said = [1]
             for m in range(count):
                 said += [_ID["and"]] * (m > 0) + words[colours[m]] + names[kinds[m]]
@@ -263,21 +329,31 @@ class Scenes:
         def along(turns: np.ndarray) -> Tensor:
             """(B, S, S): how far each pixel is in a direction."""
             angle = 2 * np.pi * turns.astype(np.float64)
-            cos, sin = (torch.from_numpy(f(angle).astype(np.float32)).view(-1, 1, 1) for f in (np.cos, np.sin))
+            cos, sin = (
+                torch.from_numpy(f(angle).astype(np.float32)).view(-1, 1, 1)
+                for f in (np.cos, np.sin)
+            )
             return cos * line + sin * line[:, None]
 
         def row(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, np.float32))[:, :, None, None]
 
         base = 0.25 + 0.5 * u[:, :1]
-        near, far = base + 0.25 * (u[:, 1:4] - 0.5), base + 0.35 * (u[:, 4:5] - 0.5) + 0.25 * (u[:, 5:8] - 0.5)
+        near, far = (
+            base + 0.25 * (u[:, 1:4] - 0.5),
+            base + 0.35 * (u[:, 4:5] - 0.5) + 0.25 * (u[:, 5:8] - 0.5),
+        )
         t = along(u[:, 8])[:, None]
         cycles = t * row((1 + 6 * u[:, 9:10] ** 2) / 2) + row(u[:, 11:12])
         stripes = (cycles - cycles.floor() - 0.5).abs() * 2
         t = torch.where(row(u[:, 10:11] < 0.5 * self.clutter) > 0, stripes, t * 0.35 + 0.5)
         image = (row(far - near) * t).add_(row(near))
-        noise = uniforms(self.seed, (u[:, 12] * (1 << 24)).astype(np.uint64) + np.uint64(1 << 40), 64)
-        smooth = F.interpolate(torch.from_numpy(noise - 0.5).view(B, 1, 8, 8), size=S, mode="bilinear")
+        noise = uniforms(
+            self.seed, (u[:, 12] * (1 << 24)).astype(np.uint64) + np.uint64(1 << 40), 64
+        )
+        smooth = F.interpolate(
+            torch.from_numpy(noise - 0.5).view(B, 1, 8, 8), size=S, mode="bilinear"
+        )
         image.add_(row(0.3 * self.clutter * u[:, 13:14]) * smooth)
         for bar in (u[:, 14:18], u[:, 18:22]):
             shown = np.flatnonzero(bar[:, 0] < 0.5 * self.clutter)

@@ -58,7 +58,9 @@ def around(count: int, point: Callable[[float], Point], turn: float = 0.0) -> Ou
     return polygon([point(2 * math.pi * (k + turn) / count) for k in range(count)])
 
 
-def radial(count: int, radius: Callable[[float], float] = lambda angle: 1.0, turn: float = 0.0) -> Outline:
+def radial(
+    count: int, radius: Callable[[float], float] = lambda angle: 1.0, turn: float = 0.0
+) -> Outline:
     """A closed curve around the origin, a regular polygon by default; angle 0 points up and angles grow clockwise."""
     return around(count, lambda t: (radius(t) * math.sin(t), -radius(t) * math.cos(t)), turn)
 
@@ -75,7 +77,8 @@ OUTLINES: dict[str, Outline] = {
         80,
         lambda t: (
             16 * math.sin(t) ** 3 / 18,
-            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) + 2) / 18,
+            -(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) + 2)
+            / 18,
         ),
     ),
     "hexagon": radial(6),
@@ -86,14 +89,24 @@ OUTLINES: dict[str, Outline] = {
     "crescent": difference(disc(0, 0, 0.9), disc(0.42, -0.1, 0.72)),
     "semicircle": lambda grid: np.maximum(disc(0, 0.35, 0.9)(grid), grid[1] - 0.35),
     "arrow": polygon(
-        [(0, -0.95), (0.65, -0.15), (0.25, -0.15), (0.25, 0.9), (-0.25, 0.9), (-0.25, -0.15), (-0.65, -0.15)]
+        [
+            (0, -0.95),
+            (0.65, -0.15),
+            (0.25, -0.15),
+            (0.25, 0.9),
+            (-0.25, 0.9),
+            (-0.25, -0.15),
+            (-0.65, -0.15),
+        ]
     ),
     "trapezoid": polygon([(-0.45, -0.55), (0.45, -0.55), (0.85, 0.5), (-0.85, 0.5)]),
     "parallelogram": polygon([(-0.4, -0.5), (0.9, -0.5), (0.4, 0.5), (-0.9, 0.5)]),
     "teardrop": union(disc(0, 0.35, 0.58), polygon([(0, -0.98), (0.53, 0.12), (-0.53, 0.12)])),
     "flower": radial(96, lambda angle: 0.72 + 0.25 * math.cos(5 * angle)),
     "gear": radial(400, lambda angle: 0.92 if math.sin(10 * angle) > 0 else 0.7),
-    "lightning bolt": polygon([(0.25, -0.95), (-0.55, 0.12), (-0.08, 0.12), (-0.28, 0.95), (0.55, -0.2), (0.08, -0.2)]),
+    "lightning bolt": polygon(
+        [(0.25, -0.95), (-0.55, 0.12), (-0.08, 0.12), (-0.28, 0.95), (0.55, -0.2), (0.08, -0.2)]
+    ),
     "house": union(box(-0.62, -0.15, 0.62, 0.75), polygon([(0, -0.95), (0.9, -0.1), (-0.9, -0.1)])),
     "tree": union(
         polygon([(0, -1), (0.5, -0.25), (-0.5, -0.25)]),
@@ -104,25 +117,59 @@ OUTLINES: dict[str, Outline] = {
         around(20, lambda t: (-0.25 + 0.7 * math.cos(t), 0.42 * math.sin(t))),
         polygon([(0.25, 0), (0.85, -0.5), (0.85, 0.5)]),
     ),
-    "cloud": union(disc(-0.5, 0.15, 0.38), disc(0.0, -0.15, 0.5), disc(0.52, 0.13, 0.4), box(-0.5, 0.1, 0.52, 0.53)),
+    "cloud": union(
+        disc(-0.5, 0.15, 0.38),
+        disc(0.0, -0.15, 0.5),
+        disc(0.52, 0.13, 0.4),
+        box(-0.5, 0.1, 0.52, 0.53),
+    ),
     "mushroom": union(
         difference(disc(0, -0.05, 0.88), box(-1, 0.05, 1, 1)),
         polygon([(-0.22, 0), (0.22, 0), (0.32, 0.85), (-0.32, 0.85)]),
     ),
-    "leaf": lambda grid: np.maximum(np.hypot(grid[0] - 0.62, grid[1]), np.hypot(grid[0] + 0.62, grid[1])) - 1.1,
-    "crown": polygon([(-0.8, 0.6), (-0.9, -0.5), (-0.4, 0.0), (0, -0.75), (0.4, 0.0), (0.9, -0.5), (0.8, 0.6)]),
+    "leaf": lambda grid: (
+        np.maximum(np.hypot(grid[0] - 0.62, grid[1]), np.hypot(grid[0] + 0.62, grid[1])) - 1.1
+    ),
+    "crown": polygon(
+        [(-0.8, 0.6), (-0.9, -0.5), (-0.4, 0.0), (0, -0.75), (0.4, 0.0), (0.9, -0.5), (0.8, 0.6)]
+    ),
     "kite": polygon([(0, -0.75), (0.6, -0.2), (0, 1), (-0.6, -0.2)]),
-    "balloon": union(radial(96, lambda a: 0.72 + 0.08 * math.cos(a)), polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)])),
+    "balloon": union(
+        radial(96, lambda a: 0.72 + 0.08 * math.cos(a)),
+        polygon([(0, 0.6), (0.18, 0.98), (-0.18, 0.98)]),
+    ),
     "cup": union(
         polygon([(-0.7, -0.6), (0.5, -0.6), (0.38, 0.7), (-0.58, 0.7)]),
         difference(disc(0.5, -0.05, 0.38), disc(0.5, -0.05, 0.2)),
     ),
 }
 NAMES = tuple(OUTLINES)
-SIMPLE = ("circle", "square", "triangle", "star", "diamond", "heart", "hexagon", "pentagon", "rectangle", "oval")
+SIMPLE = (
+    "circle",
+    "square",
+    "triangle",
+    "star",
+    "diamond",
+    "heart",
+    "hexagon",
+    "pentagon",
+    "rectangle",
+    "oval",
+)
 """Shapes that everybody names alike and that stay recognisable when small: content "shapes" has no others."""
 HOLLOW = (
-    *("circle", "square", "triangle", "diamond", "heart", "hexagon", "pentagon", "octagon", "rectangle", "oval"),
+    *(
+        "circle",
+        "square",
+        "triangle",
+        "diamond",
+        "heart",
+        "hexagon",
+        "pentagon",
+        "octagon",
+        "rectangle",
+        "oval",
+    ),
     *("semicircle", "trapezoid", "parallelogram", "arrow", "crescent", "kite"),
 )
 """Shapes whose outline alone can be drawn: made of one piece, and roomy."""

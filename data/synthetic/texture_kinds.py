@@ -69,92 +69,215 @@ def _offset(rng: Rng, *values: float) -> Values:
     return (*values, *[0.0] * (6 - len(values)), _whole(rng, 0, 256), _whole(rng, 0, 256))
 
 
-# fmt: off
-_JULIA = ((-0.8, 0.156), (-0.4, 0.6), (0.285, 0.01), (-0.7018, -0.3842), (-0.835, -0.2321), (-0.7269, 0.1889), (0.355, 0.355))
+_JULIA = (
+    (-0.8, 0.156),
+    (-0.4, 0.6),
+    (0.285, 0.01),
+    (-0.7018, -0.3842),
+    (-0.835, -0.2321),
+    (-0.7269, 0.1889),
+    (0.355, 0.355),
+)
 KINDS: dict[str, Kind] = {
     "stripes": Kind(
         _stripes,
-        ("{adj} {c} stripes", "{adj} stripes in {c}", "{adj} bands of {c}", "{c} {adj} lines side by side"),
-        3, lambda v: (*_band(v[0], 5, 9, "wide", "thin"), *(("wavy",) if v[2] else ()), _direction(v[1]))),
+        (
+            "{adj} {c} stripes",
+            "{adj} stripes in {c}",
+            "{adj} bands of {c}",
+            "{c} {adj} lines side by side",
+        ),
+        3,
+        lambda v: (
+            *_band(v[0], 5, 9, "wide", "thin"),
+            *(("wavy",) if v[2] else ()),
+            _direction(v[1]),
+        ),
+    ),
     "checkerboard": Kind(
         lambda rng: (rng.uniform(2, 7), _pick(rng, 0, 0, pi / 4)),
-        ("a {adj} {c} checkerboard", "a {adj} checkered pattern of {c}", "{adj} alternating {c} tiles",
-         "a chessboard in {c}"),
-        adjectives=lambda v: (*_band(v[0], 3.2, 5.5, "coarse", "fine"), *(("tilted",) if v[1] else ()))),
+        (
+            "a {adj} {c} checkerboard",
+            "a {adj} checkered pattern of {c}",
+            "{adj} alternating {c} tiles",
+            "a chessboard in {c}",
+        ),
+        adjectives=lambda v: (
+            *_band(v[0], 3.2, 5.5, "coarse", "fine"),
+            *(("tilted",) if v[1] else ()),
+        ),
+    ),
     "dots": Kind(
         lambda rng: (_whole(rng, 3, 11), rng.uniform(0.24, 0.38), _pick(rng, 0, 0.5), 0.0),
-        ("{adj} {c1} dots on {c0}", "{adj} {c1} polka dots on a {c0} background", "{c0} fabric with {adj} {c1} spots"),
-        adjectives=_scale(4.5, 8.5, "large", "small")),
+        (
+            "{adj} {c1} dots on {c0}",
+            "{adj} {c1} polka dots on a {c0} background",
+            "{c0} fabric with {adj} {c1} spots",
+        ),
+        adjectives=_scale(4.5, 8.5, "large", "small"),
+    ),
     "rings": Kind(
         lambda rng: (rng.uniform(4, 12), rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65)),
-        ("{adj} concentric {c} rings", "a target of {c} circles", "{adj} {c} ripples around one point"),
-        adjectives=_scale(6, 10, "broad", "narrow")),
+        (
+            "{adj} concentric {c} rings",
+            "a target of {c} circles",
+            "{adj} {c} ripples around one point",
+        ),
+        adjectives=_scale(6, 10, "broad", "narrow"),
+    ),
     "spiral": Kind(
         lambda rng: _centred(rng, _whole(rng, 1, 6), _pick(rng, -1, 1) * rng.uniform(2, 6)),
-        ("a {c} spiral", "a spiral with {n} {c1} arms on {c0}", "a hypnotic {c} swirl",
-         "a {c} whirl around the middle")),
+        (
+            "a {c} spiral",
+            "a spiral with {n} {c1} arms on {c0}",
+            "a hypnotic {c} swirl",
+            "a {c} whirl around the middle",
+        ),
+    ),
     "rays": Kind(
         lambda rng: _centred(rng, _whole(rng, 5, 11), rng.random()),
-        ("a sunburst of {c} rays", "{c} rays from the middle", "{n} {c1} beams spreading over {c0}",
-         "a pinwheel of {c}")),
+        (
+            "a sunburst of {c} rays",
+            "{c} rays from the middle",
+            "{n} {c1} beams spreading over {c0}",
+            "a pinwheel of {c}",
+        ),
+    ),
     "mosaic": Kind(
         lambda rng: _offset(rng, rng.uniform(5, 12), 2.0),
-        ("a {adj} mosaic of {c} cells", "a {adj} Voronoi diagram in {c}", "{adj} stained glass in {c}",
-         "{c} shards fitted together"),
-        3, _scale(6.5, 10, "coarse", "fine")),
+        (
+            "a {adj} mosaic of {c} cells",
+            "a {adj} Voronoi diagram in {c}",
+            "{adj} stained glass in {c}",
+            "{c} shards fitted together",
+        ),
+        3,
+        _scale(6.5, 10, "coarse", "fine"),
+    ),
     "cracks": Kind(
         lambda rng: _offset(rng, rng.uniform(3.5, 9), rng.uniform(0.1, 0.18)),
-        ("a web of {c1} cracks on {c0}", "{c0} cobblestones with {c1} gaps", "{c0} cells with {c1} borders",
-         "cracked {c0} ground with {c1} fissures")),
+        (
+            "a web of {c1} cracks on {c0}",
+            "{c0} cobblestones with {c1} gaps",
+            "{c0} cells with {c1} borders",
+            "cracked {c0} ground with {c1} fissures",
+        ),
+    ),
     "clouds": Kind(
         lambda rng: _offset(rng, rng.uniform(2.5, 7)),
-        ("{adj} {c} clouds", "{adj} fractal noise in {c}", "a foggy blend of {c}", "{adj} smoke in {c}"),
-        3, _scale(3.5, 5.5, "soft", "rough")),
+        (
+            "{adj} {c} clouds",
+            "{adj} fractal noise in {c}",
+            "a foggy blend of {c}",
+            "{adj} smoke in {c}",
+        ),
+        3,
+        _scale(3.5, 5.5, "soft", "rough"),
+    ),
     "marble": Kind(
         lambda rng: _offset(rng, rng.uniform(2.5, 4.5), rng.uniform(2.5, 5)),
-        ("{c} marble", "swirling {c} marble", "turbulent {c} paint", "{c} liquids flowing into each other",
-         "warped {c} noise"),
-        3),
+        (
+            "{c} marble",
+            "swirling {c} marble",
+            "turbulent {c} paint",
+            "{c} liquids flowing into each other",
+            "warped {c} noise",
+        ),
+        3,
+    ),
     "swirls": Kind(
-        lambda rng: (rng.uniform(5, 12), rng.uniform(0.8, 1.6), rng.uniform(0, 6), rng.uniform(0, 6)),
-        ("psychedelic {c} swirls", "smooth warped waves of {c}", "a lava lamp in {c}", "flowing {c} ribbons"),
-        3),
+        lambda rng: (
+            rng.uniform(5, 12),
+            rng.uniform(0.8, 1.6),
+            rng.uniform(0, 6),
+            rng.uniform(0, 6),
+        ),
+        (
+            "psychedelic {c} swirls",
+            "smooth warped waves of {c}",
+            "a lava lamp in {c}",
+            "flowing {c} ribbons",
+        ),
+        3,
+    ),
     "kaleidoscope": Kind(
-        lambda rng: _offset(rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)),
-        ("a {c} kaleidoscope", "a kaleidoscope with {n} mirrors in {c}", "a {c} mandala with {n}-fold symmetry",
-         "a symmetric {c} ornament"),
-        3),
+        lambda rng: _offset(
+            rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)
+        ),
+        (
+            "a {c} kaleidoscope",
+            "a kaleidoscope with {n} mirrors in {c}",
+            "a {c} mandala with {n}-fold symmetry",
+            "a symmetric {c} ornament",
+        ),
+        3,
+    ),
     "julia": Kind(
-        lambda rng: (*_JULIA[rng.integers(len(_JULIA))], rng.uniform(1.8, 3.0), rng.uniform(0, 2 * pi),
-            rng.uniform(2.5, 5)),
-        ("a {c} Julia set", "a {c} Julia fractal", "a swirling fractal in {c}", "a {c} fractal with curls")),
+        lambda rng: (
+            *_JULIA[rng.integers(len(_JULIA))],
+            rng.uniform(1.8, 3.0),
+            rng.uniform(0, 2 * pi),
+            rng.uniform(2.5, 5),
+        ),
+        (
+            "a {c} Julia set",
+            "a {c} Julia fractal",
+            "a swirling fractal in {c}",
+            "a {c} fractal with curls",
+        ),
+    ),
     "bricks": Kind(
         lambda rng: (_whole(rng, 5, 13), rng.uniform(0.07, 0.12)),
-        ("a {c0} brick wall with {c1} mortar", "{adj} {c0} bricks with {c1} joints",
-         "rows of {adj} {c0} bricks on {c1}"),
-        adjectives=_scale(7, 10, "large", "small")),
+        (
+            "a {c0} brick wall with {c1} mortar",
+            "{adj} {c0} bricks with {c1} joints",
+            "rows of {adj} {c0} bricks on {c1}",
+        ),
+        adjectives=_scale(7, 10, "large", "small"),
+    ),
     "honeycomb": Kind(
         lambda rng: (rng.uniform(3, 9), rng.uniform(0.07, 0.12)),
-        ("a {c0} honeycomb with {c1} walls", "{adj} {c0} hexagonal tiles with {c1} edges",
-         "a {adj} hexagon grid in {c0} with {c1} outlines"),
-        adjectives=_scale(4.5, 7, "large", "small")),
+        (
+            "a {c0} honeycomb with {c1} walls",
+            "{adj} {c0} hexagonal tiles with {c1} edges",
+            "a {adj} hexagon grid in {c0} with {c1} outlines",
+        ),
+        adjectives=_scale(4.5, 7, "large", "small"),
+    ),
     "zigzag": Kind(
-        lambda rng: (rng.uniform(4, 10), rng.uniform(0.15, 0.3), _whole(rng, 3, 7), _pick(rng, 0, pi / 2)),
-        ("{adj} {c} zigzag stripes", "{adj} {c} chevrons", "a herringbone of {c}", "{adj} jagged lines of {c}"),
-        adjectives=lambda v: (_direction(pi / 2 - v[3]),)),
+        lambda rng: (
+            rng.uniform(4, 10),
+            rng.uniform(0.15, 0.3),
+            _whole(rng, 3, 7),
+            _pick(rng, 0, pi / 2),
+        ),
+        (
+            "{adj} {c} zigzag stripes",
+            "{adj} {c} chevrons",
+            "a herringbone of {c}",
+            "{adj} jagged lines of {c}",
+        ),
+        adjectives=lambda v: (_direction(pi / 2 - v[3]),),
+    ),
     "gradient": Kind(
         lambda rng: (_pick(rng, 0, pi / 2, pi / 4, 9), 0.1, 0.8),
-        ("a {adj} gradient from {c0} to {c1}", "a smooth {adj} blend of {c0} into {c1}",
-         "a {adj} fade between {c0} and {c1}"),
-        adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),)),
+        (
+            "a {adj} gradient from {c0} to {c1}",
+            "a smooth {adj} blend of {c0} into {c1}",
+            "a {adj} fade between {c0} and {c1}",
+        ),
+        adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),),
+    ),
     "grid": Kind(
         lambda rng: (_whole(rng, 4, 12), rng.uniform(0.06, 0.12), _pick(rng, 0, 0, pi / 4)),
-        ("a {adj} grid of {c1} lines on {c0}", "a {adj} {c1} lattice over {c0}",
-         "a {adj} {c1} net on a {c0} background"),
-        adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ()))),
-
+        (
+            "a {adj} grid of {c1} lines on {c0}",
+            "a {adj} {c1} lattice over {c0}",
+            "a {adj} {c1} net on a {c0} background",
+        ),
+        adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ())),
+    ),
 }
-# fmt: on
 _PLACE_OF_COLOURS = {"mosaic": 1, "stripes": 4}
 """Programs that have to know the number of colours, and its place among their parameters."""
 
@@ -176,7 +299,9 @@ def random_colours(
     while True:  # all that can be taken differ a little, so it ends
         chosen: list[str] = []
         for name in order:
-            if len(chosen) < count and all(colour_distance(name, other) >= contrast for other in (*chosen, *avoid)):
+            if len(chosen) < count and all(
+                colour_distance(name, other) >= contrast for other in (*chosen, *avoid)
+            ):
                 chosen.append(name)
         if len(chosen) == count:
             return tuple(chosen)
@@ -217,7 +342,9 @@ def describe(texture: Texture, rng: Rng) -> str:
     adjectives = " ".join(kind.adjectives(texture.values)) if rng.random() < 0.85 else ""
     number = COUNTS[int(texture.values[0])] if "{n}" in noun else ""
     colours = list(texture.colours)
-    words = noun.format(c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives).split()
+    words = noun.format(
+        c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives
+    ).split()
     for place, word in enumerate(words[:-1]):
         if word in ("a", "an"):
             words[place] = "an" if words[place + 1][0] in "aeiou" else "a"

@@ -115,7 +115,11 @@ def write_synthetic(
             raise DataError(f"{output} holds shards without {PROVENANCE}; choose an empty folder")
         else:
             write_durably(path, json.dumps(record, indent=1) + "\n")
-        missing = [shard for shard in range(settings.num_shards) if not (output / settings.shard_name(shard)).exists()]
+        missing = [
+            shard
+            for shard in range(settings.num_shards)
+            if not (output / settings.shard_name(shard)).exists()
+        ]
         advance(settings.num_examples - sum(len(settings.indices(shard)) for shard in missing))
         jobs = [(output, settings, shard) for shard in missing]
         for count in run_all(executor, write_one, jobs):
@@ -133,7 +137,13 @@ def write_one(output: Path, settings: Settings, shard: int) -> int:
     # Thin coloured lines keep their colour in a JPEG.
     how = {"jpg": {"subsampling": 0}, "webp": {"method": 2}}.get(kind, {})
     examples = (
-        (f"{index:012d}", {kind: encoded(Image.fromarray(made.image_HWC), kind, **how), "txt": made.caption.encode()})
+        (
+            f"{index:012d}",
+            {
+                kind: encoded(Image.fromarray(made.image_HWC), kind, **how),
+                "txt": made.caption.encode(),
+            },
+        )
         for index, made in zip(indices, settings.data().examples(indices), strict=True)
     )
     return write_shard(output / settings.shard_name(shard), examples)

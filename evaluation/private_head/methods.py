@@ -82,13 +82,19 @@ class Budget:
     """
 
     def __init__(
-        self, statistics: Sequence[Statistic], mu: float, noise: NoiseSource | None, num_examples: int
+        self,
+        statistics: Sequence[Statistic],
+        mu: float,
+        noise: NoiseSource | None,
+        num_examples: int,
     ) -> None:
         if not mu > 0 or math.isinf(mu) != (noise is None):
             raise ValueError(f"mu must be positive, and infinite where there is no noise, not {mu}")
         shares = math.sqrt(sum(s.share**2 for s in statistics))
         self.releases = [
-            Release(name=s.name, std=s.sensitivity / (mu * s.share / shares), sensitivity=s.sensitivity)
+            Release(
+                name=s.name, std=s.sensitivity / (mu * s.share / shares), sensitivity=s.sensitivity
+            )
             for s in statistics
         ]
         """What the ledger notes before any of them is drawn."""
@@ -122,14 +128,21 @@ class Budget:
             noised = real(whole, unit.exponent)
         return noised.numpy()
 
-    def release_symmetric(self, name: str, matrices_KDD: np.ndarray, piece: Piece = Piece()) -> np.ndarray:  # noqa: B008
+    def release_symmetric(
+        self,
+        name: str,
+        matrices_KDD: np.ndarray,
+        piece: Piece = Piece(),  # noqa: B008
+    ) -> np.ndarray:
         """Symmetric matrices with symmetric noise, their negative eigenvalues removed (both free: post-processing).
 
         The noise of a full matrix, symmetrised, has variance std^2 on the diagonal and std^2 / 2 off it, which is exactly the
         Gaussian noise of the Frobenius norm on symmetric matrices.
         """
         noised = self.release(name, matrices_KDD, piece)
-        for matrix_DD in noised.reshape(-1, *noised.shape[-2:]):  # one by one, which bounds the memory
+        for matrix_DD in noised.reshape(
+            -1, *noised.shape[-2:]
+        ):  # one by one, which bounds the memory
             values, vectors = np.linalg.eigh((matrix_DD + matrix_DD.T) / 2)
             matrix_DD[...] = (vectors * np.maximum(values, 0)) @ vectors.T
         return noised
@@ -141,7 +154,9 @@ class Budget:
             raise RuntimeError(f"planned but never released: {', '.join(left)}")
 
     def _take(self, name: str, piece: Piece) -> float:
-        pieces = self._left.setdefault(name, {Piece(number, piece.of) for number in range(piece.of)})
+        pieces = self._left.setdefault(
+            name, {Piece(number, piece.of) for number in range(piece.of)}
+        )
         if name not in self._stds or piece not in pieces:
             raise RuntimeError(f"statistic {name} was released before, or never planned")
         pieces.remove(piece)
@@ -200,7 +215,9 @@ class LeastSquares:
     def statistics(self, num_classes: int, width: int) -> list[Statistic]:
         """One example is in one class, so that all classes together have the sensitivity of one."""
         c, square, size = self.max_norm, width**2, num_classes * width
-        extra = [Statistic("class_second_moments", c**2, size * width)] if self.class_moments else []
+        extra = (
+            [Statistic("class_second_moments", c**2, size * width)] if self.class_moments else []
+        )
         return [Statistic("second_moment", c**2, square), Statistic("class_sums", c, size), *extra]
 
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
@@ -209,7 +226,9 @@ class LeastSquares:
             np.add.at(sums_LD, labels_B, x_BD)
             return sums_LD
 
-        moment_DD = self.alpha * budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))
+        moment_DD = self.alpha * budget.release_symmetric(
+            "second_moment", _second_moment(rows, self.max_norm)
+        )
         sums_LD = budget.release("class_sums", rows.sum(class_sums, self.max_norm, "class sums"))
         ridge = self.ridge * rows.num_examples * self.max_norm**2
         if not self.class_moments:
@@ -222,7 +241,9 @@ class LeastSquares:
 
             what = f"second moments of classes {chunk.start} to {chunk.stop - 1} of {num_classes}"
             moments_KDD = rows.sum(moments, self.max_norm, what)
-            moments_KDD = budget.release_symmetric("class_second_moments", moments_KDD, Piece(number, len(chunks)))
+            moments_KDD = budget.release_symmetric(
+                "class_second_moments", moments_KDD, Piece(number, len(chunks))
+            )
             for label, own_DD in zip(chunk, moments_KDD, strict=True):
                 weights_LD[label] = _solve(own_DD + moment_DD, ridge, sums_LD[label, None])[0]
         return weights_LD
@@ -257,7 +278,9 @@ class Newton:
         chunks = _chunks(num_classes, rows.width)
         for step in range(self.num_steps):
 
-            def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
+            def gradient(
+                x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD
+            ) -> np.ndarray:
                 residual_BL = expit(
                     x_BD @ weights_LD.T
                 )  # a half for all at step 0, hence the smaller sensitivity there
@@ -265,18 +288,24 @@ class Newton:
                 return np.asarray(residual_BL.T @ x_BD)
 
             name, step_LD = f"step {step + 1} of {self.num_steps}", np.empty_like(weights_LD)
-            gradient_LD = budget.release(f"gradient[{step}]", rows.sum(gradient, self.max_norm, f"gradient, {name}"))
+            gradient_LD = budget.release(
+                f"gradient[{step}]", rows.sum(gradient, self.max_norm, f"gradient, {name}")
+            )
             for number, chunk in enumerate(chunks):
                 chosen_KD = weights_LD[chunk.start : chunk.stop]
 
-                def hessians(x_BD: np.ndarray, _: np.ndarray, chosen_KD: np.ndarray = chosen_KD) -> np.ndarray:
+                def hessians(
+                    x_BD: np.ndarray, _: np.ndarray, chosen_KD: np.ndarray = chosen_KD
+                ) -> np.ndarray:
                     p_BK = expit(x_BD @ chosen_KD.T)
                     root_BK = np.sqrt(p_BK * (1 - p_BK))
                     return np.stack([_gram(root_B[:, None] * x_BD) for root_B in root_BK.T])
 
                 what = f"Hessians of classes {chunk.start} to {chunk.stop - 1} of {num_classes}, {name}"
                 hessians_KDD = budget.release_symmetric(
-                    f"hessians[{step}]", rows.sum(hessians, self.max_norm, what), Piece(number, len(chunks))
+                    f"hessians[{step}]",
+                    rows.sum(hessians, self.max_norm, what),
+                    Piece(number, len(chunks)),
                 )
                 for label, hessian_DD in zip(chunk, hessians_KDD, strict=True):
                     step_LD[label] = _solve(hessian_DD, ridge, gradient_LD[label, None])[0]
@@ -304,8 +333,14 @@ class FeatureCovariance:
 
     def statistics(self, num_classes: int, width: int) -> list[Statistic]:
         share, size = self.num_steps**-0.5, num_classes * width
-        steps = [Statistic(f"gradient[{step}]", self.max_grad_norm, size, share) for step in range(self.num_steps)]
-        return [Statistic("second_moment", self.max_norm**2, width**2, self.covariance_share), *steps]
+        steps = [
+            Statistic(f"gradient[{step}]", self.max_grad_norm, size, share)
+            for step in range(self.num_steps)
+        ]
+        return [
+            Statistic("second_moment", self.max_norm**2, width**2, self.covariance_share),
+            *steps,
+        ]
 
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:
         moment_DD = budget.release_symmetric("second_moment", _second_moment(rows, self.max_norm))
@@ -313,7 +348,9 @@ class FeatureCovariance:
         weights_LD = np.zeros((num_classes, rows.width))
         for step in range(self.num_steps):
 
-            def gradient(x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD) -> np.ndarray:
+            def gradient(
+                x_BD: np.ndarray, labels_B: np.ndarray, weights_LD: np.ndarray = weights_LD
+            ) -> np.ndarray:
                 residual_BL = softmax(x_BD @ weights_LD.T, axis=1)
                 residual_BL[np.arange(len(labels_B)), labels_B] -= 1
                 # An example's gradient is residual (x) x, so its norm is the product of two lengths.
@@ -321,12 +358,18 @@ class FeatureCovariance:
                 factor_B = self.max_grad_norm / np.maximum(norm_B, self.max_grad_norm)
                 return np.asarray((residual_BL * factor_B[:, None]).T @ x_BD)
 
-            gradient_LD = rows.sum(gradient, self.max_norm, f"gradient, step {step + 1} of {self.num_steps}")
+            gradient_LD = rows.sum(
+                gradient, self.max_norm, f"gradient, step {step + 1} of {self.num_steps}"
+            )
             gradient_LD = budget.release(f"gradient[{step}]", gradient_LD)
             weights_LD = _finite(weights_LD - self.lr * _solve(moment_DD, ridge, gradient_LD))
         return weights_LD
 
 
 HeadMethod = LeastSquares | Newton | FeatureCovariance
-METHODS: Mapping[str, type[HeadMethod]] = {"dp-ls": LeastSquares, "dp-newton": Newton, "dp-fc": FeatureCovariance}
+METHODS: Mapping[str, type[HeadMethod]] = {
+    "dp-ls": LeastSquares,
+    "dp-newton": Newton,
+    "dp-fc": FeatureCovariance,
+}
 """The methods by the names that the command uses."""

@@ -72,7 +72,9 @@ class Rows:
         if len(self.labels_N) and not 0 <= self.labels_N.min() <= self.labels_N.max() < num_classes:
             raise PrivacyConfigError(f"labels must be between 0 and {num_classes - 1}")
 
-    def sum(self, part: Callable[[np.ndarray, np.ndarray], np.ndarray], bound: float, what: str) -> np.ndarray:
+    def sum(
+        self, part: Callable[[np.ndarray, np.ndarray], np.ndarray], bound: float, what: str
+    ) -> np.ndarray:
         """sum over the blocks of part(x_BD, labels_B), with the rounding of the module's docstring.
 
         Args:
@@ -82,7 +84,9 @@ class Rows:
         """
         blocks = list(_blocks(len(self.labels_N)))
         total: np.ndarray | None = None
-        for rows in track(blocks, f"{what}, blocks of examples", len(blocks)) if blocks[1:] else blocks:
+        for rows in (
+            track(blocks, f"{what}, blocks of examples", len(blocks)) if blocks[1:] else blocks
+        ):
             added = part(clip_rows(self.features_ND[rows], bound), self.labels_N[rows])
             total = added if total is None else np.add(total, added, out=total)
         assert total is not None and total.dtype == np.float64
@@ -107,8 +111,12 @@ def clip_rows(rows_ND: np.ndarray, bound: float) -> np.ndarray:
     finite_N = np.isfinite(rows_ND).all(axis=1)
     rows_ND = np.where(finite_N[:, None], rows_ND, 0.0)
     # Scaled first, so that the square of a huge entry cannot overflow.
-    largest_N1 = np.maximum(np.abs(rows_ND).max(axis=1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny)
-    with np.errstate(over="ignore"):  # an infinite length is dealt with below, without a word about an example
+    largest_N1 = np.maximum(
+        np.abs(rows_ND).max(axis=1, keepdims=True, initial=0.0), np.finfo(np.float64).tiny
+    )
+    with np.errstate(
+        over="ignore"
+    ):  # an infinite length is dealt with below, without a word about an example
         length_N1 = largest_N1 * np.linalg.norm(rows_ND / largest_N1, axis=1, keepdims=True)
     factor_N1 = bound / np.maximum(length_N1, bound)
     return np.where(np.isfinite(length_N1), rows_ND * factor_N1, 0.0)

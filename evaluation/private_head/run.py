@@ -53,7 +53,9 @@ from trainer.weights.start import ledgers_of
 
 WHITENING_FLOOR = 1e-3
 """Added to a variance, relative to the largest one: directions in which public pictures hardly vary are not blown up."""
-GIVEN_FEATURES = "the training examples, given what made the features of each from that example alone"
+GIVEN_FEATURES = (
+    "the training examples, given what made the features of each from that example alone"
+)
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,16 @@ class Whitening(NamedTuple):
         Raises:
             DataError: fewer than two usable pictures, or all are alike.
         """
-        x_ND = public.values_ND[public.is_usable_N & np.isfinite(public.values_ND).all(axis=1)].astype(np.float64)
+        x_ND = public.values_ND[
+            public.is_usable_N & np.isfinite(public.values_ND).all(axis=1)
+        ].astype(np.float64)
         if not x_ND.size:
             raise DataError(f"{public.name}: no picture can be used to whiten features on")
         values_D, vectors_DD = np.linalg.eigh(np.atleast_2d(np.cov(x_ND, rowvar=False, bias=True)))
         if not values_D[-1] > 0:
-            raise DataError(f"{public.name}: all usable pictures have equal features; whitening takes different ones")
+            raise DataError(
+                f"{public.name}: all usable pictures have equal features; whitening takes different ones"
+            )
         scale_D = np.sqrt(values_D + WHITENING_FLOOR * values_D[-1])
         digest = hashlib.sha256(x_ND.tobytes()).hexdigest()
         return cls(public.name, digest, x_ND.mean(axis=0), vectors_DD / scale_D @ vectors_DD.T)
@@ -99,7 +105,9 @@ class Whitening(NamedTuple):
             for start in range(0, len(x_ND), ROWS_PER_BLOCK):
                 block = slice(start, start + ROWS_PER_BLOCK)
                 is_there_N1 = x_ND[block].any(axis=1, keepdims=True)
-                x_ND[block] = np.where(is_there_N1, (x_ND[block] - self.centre_D) @ self.matrix_DD, 0)
+                x_ND[block] = np.where(
+                    is_there_N1, (x_ND[block] - self.centre_D) @ self.matrix_DD, 0
+                )
 
 
 def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
@@ -114,9 +122,15 @@ def head_plan(num_examples: int, epsilon: float, delta: float | None) -> Privacy
             f"accounting charges for; train it on at most 96,000,000"
         )
     request = PlanRequest(
-        num_examples=num_examples, expected_batch_size=num_examples, num_steps=1, target_epsilon=epsilon,
-        target_delta=delta, sensitivity_slack=SENSITIVITY_SLACK, reserved_attempts=0, cap=None,
-    )  # fmt: skip
+        num_examples=num_examples,
+        expected_batch_size=num_examples,
+        num_steps=1,
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sensitivity_slack=SENSITIVITY_SLACK,
+        reserved_attempts=0,
+        cap=None,
+    )
     return make_plan(request)
 
 
@@ -157,18 +171,31 @@ def train_head(
     if shared is not None:
         require_apart({"the shared ledger": Path(shared.path)}, output)
     make_directory(private, 0o700)
-    facts: dict[str, Any] = {"head": {"method": method, "num_classes": num_classes, **asdict(head), "covers": covers}}  # type: ignore[call-overload]
+    facts: dict[str, Any] = {
+        "head": {
+            "method": method,
+            "num_classes": num_classes,
+            **asdict(head),  # type: ignore[call-overload]
+            "covers": covers,
+        }
+    }
     if whitening is not None:
         facts["head"] |= {"whitened_on": whitening.name, "whitened_on_sha256": whitening.digest}
     statistics = head.statistics(num_classes, rows.width)
-    budget = Budget(statistics, 1 / plan.noise_multiplier, noise or SystemNoise(), plan.num_examples)
+    budget = Budget(
+        statistics, 1 / plan.noise_multiplier, noise or SystemNoise(), plan.num_examples
+    )
     sums = [
         NoisedSum(release, statistic.size, budget.units[statistic.name], plan.num_examples)
         for release, statistic in zip(budget.releases, statistics, strict=True)
     ]
     require_noised(sums, plan.release_group(1), plan.noise_multiplier, SENSITIVITY_SLACK)
     facts["sum_exponents"] = {name: unit.exponent for name, unit in budget.units.items()}
-    facts |= {"behind": keep_copies(output, behind)} if behind and not (output / "ledger.jsonl").exists() else {}
+    facts |= (
+        {"behind": keep_copies(output, behind)}
+        if behind and not (output / "ledger.jsonl").exists()
+        else {}
+    )
     members = private / FILE
     ledger, key = open_run_state(
         output / "ledger.jsonl",
@@ -181,15 +208,23 @@ def train_head(
     )
     try:
         if ledger.state.closed is not None:
-            raise PrivacyConfigError(f"{output} has a finished head already; name another folder with --output")
+            raise PrivacyConfigError(
+                f"{output} has a finished head already; name another folder with --output"
+            )
         if ledger.budget_spent() is not None:
-            raise BudgetSpent(f"{output}: an earlier attempt was charged and gave no head; choose another folder")
+            raise BudgetSpent(
+                f"{output}: an earlier attempt was charged and gave no head; choose another folder"
+            )
         if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
-            raise PrivacyConfigError(f"{output} was begun with another head, or other words; choose another folder")
+            raise PrivacyConfigError(
+                f"{output} was begun with another head, or other words; choose another folder"
+            )
         require_kept(output, ledger.state.opened, behind)
         nonce, count = ledger.start_session({}), plan.num_examples
         digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
-        attempt = MembersRecord(*ledger.position(), 1, 0, nonce.hex(), count, (count,), (digest,), ())
+        attempt = MembersRecord(
+            *ledger.position(), 1, 0, nonce.hex(), count, (count,), (digest,), ()
+        )
         append_line(members, attempt)
         ledger.intent(1, 0, budget.releases)
         append_line(members, LedgerMark(*ledger.position()))
@@ -199,7 +234,9 @@ def train_head(
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
         tensors = {"weight": weights_LD}
-        if whitening is not None:  # features before it get the scores that the weights give those after it
+        if (
+            whitening is not None
+        ):  # features before it get the scores that the weights give those after it
             weight_LD = weights_LD @ whitening.matrix_DD
             tensors = {"weight": weight_LD, "bias": -weight_LD @ whitening.centre_D}
         save_file(tensors, output / "head.safetensors")
@@ -212,8 +249,11 @@ def train_head(
         ledger.release()
     result = HeadResult(weights_LD, claimed, claimed_delta)
     statement = {
-        **facts["head"], "epsilon": claimed, "delta": claimed_delta, "num_examples": plan.num_examples,
-    }  # fmt: skip
+        **facts["head"],
+        "epsilon": claimed,
+        "delta": claimed_delta,
+        "num_examples": plan.num_examples,
+    }
     with placed(output / "head.json"):
         (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
     shutil.copy(verify.__file__, output / "verify.py")
@@ -229,7 +269,9 @@ def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
         raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     known = list(inspect.signature(METHODS[method]).parameters)
     if unknown := options.keys() - set(known):
-        raise PrivacyConfigError(f"{method} has no option {min(unknown)!r}; choose among {', '.join(known)}")
+        raise PrivacyConfigError(
+            f"{method} has no option {min(unknown)!r}; choose among {', '.join(known)}"
+        )
     try:
         return METHODS[method](**options)
     except ValidationError as error:
@@ -239,7 +281,9 @@ def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
         ) from error
 
 
-def without_noise(rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None) -> np.ndarray:
+def without_noise(
+    rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None
+) -> np.ndarray:
     """The same estimator without privacy, for comparison; (L, D)."""
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
@@ -272,7 +316,9 @@ def spent_in(folder: Path) -> Together:
             raise PrivacyStateRefused(
                 f"{path} and {members} contradict each other: {lost}; restore both from one backup"
             )
-        states |= {one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))}
+        states |= {
+            one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))
+        }
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
         return Together(0, 0.0, 0.0)
@@ -285,13 +331,20 @@ def spent_in(folder: Path) -> Together:
 def private_head(options: PrivateHeadOptions) -> Results | None:
     """Trains a private classifier head on frozen features."""
     output, method = options.output_folder, options.method
-    chosen = {name: toml_value(value) for name, _, value in (text.partition("=") for text in options.option)}
+    chosen = {
+        name: toml_value(value)
+        for name, _, value in (text.partition("=") for text in options.option)
+    }
     folder = options.heads or (None if output is None else output / "private_heads")
     if folder is None:
         raise ConfigError("give --output (or --heads), a folder for the head and its ledger")
     make_method(method, chosen)  # refused before the features are computed
-    if options.whiten_on is not None and _place(options.whiten_on) in map(_place, (options.train, options.test)):
-        raise ConfigError(f"--whiten_on {options.whiten_on} is not public: what it says of its pictures has no noise")
+    if options.whiten_on is not None and _place(options.whiten_on) in map(
+        _place, (options.train, options.test)
+    ):
+        raise ConfigError(
+            f"--whiten_on {options.whiten_on} is not public: what it says of its pictures has no noise"
+        )
     on = {} if options.whiten_on is None else {WHITEN_ON: options.whiten_on}
     inputs = load_inputs(options, train=options.train, test=options.test, **on)
     if inputs is None:
@@ -300,7 +353,9 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     whitening = Whitening.of(inputs.features[WHITEN_ON]) if on else None
     if whitening is not None:
         if whitening.centre_D.shape != train.values_ND.shape[1:]:
-            raise ConfigError(f"--whiten_on {options.whiten_on} has features of another width than --train")
+            raise ConfigError(
+                f"--whiten_on {options.whiten_on} has features of another width than --train"
+            )
         whitening.apply(test[0])
     num_classes = options.num_classes or len(train.class_names)
     if not num_classes:
@@ -317,7 +372,9 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     if inputs.model is None or options.train.startswith("features:"):
         given = "what made the features of each from that example alone"
     elif inputs.model.formal_guarantee:
-        given = "nothing: what the encoder spent is composed with the head, in case it has seen them"
+        given = (
+            "nothing: what the encoder spent is composed with the head, in case it has seen them"
+        )
         assert inputs.opened is not None
         behind = ledgers_of(inputs.opened.path, inputs.opened.manifest)
     else:
@@ -325,13 +382,27 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     covers = f"the examples of {options.train}, given {given}"
     covers += "" if whitening is None else f"; {options.whiten_on} is declared public"
     spent_in(folder)  # a broken ledger in there would leave open what all heads together cost
-    rows, own = private_rows(train, num_classes), folder / f"{method}-epsilon-{options.target_epsilon:g}"
+    rows, own = (
+        private_rows(train, num_classes),
+        folder / f"{method}-epsilon-{options.target_epsilon:g}",
+    )
     shared = None if options.shared_ledger is None else SharedTerms(options.shared_ledger, own.name)
     head = train_head(
-        rows, num_classes, method, epsilon=options.target_epsilon, delta=options.delta, output=own, options=chosen,
-        shared=shared, covers=covers, behind=behind, whitening=whitening,
-    )  # fmt: skip
-    scalars = {f"{method}/epsilon-{options.target_epsilon:g}/accuracy": accuracy(head.weights_LD, *test)}
+        rows,
+        num_classes,
+        method,
+        epsilon=options.target_epsilon,
+        delta=options.delta,
+        output=own,
+        options=chosen,
+        shared=shared,
+        covers=covers,
+        behind=behind,
+        whitening=whitening,
+    )
+    scalars = {
+        f"{method}/epsilon-{options.target_epsilon:g}/accuracy": accuracy(head.weights_LD, *test)
+    }
     details: dict[str, Any] = {"options": chosen}
     notes = []
     together = spent_in(folder)
@@ -353,7 +424,9 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
     if head.epsilon is not None:
         what, ledger = f"weights of a {method} head", str(own / "ledger.jsonl")
         released.append(PrivateRelease(what, ledger, head.epsilon, head.delta, covers))
-    return Results("private-head", scalars, inputs.uses(), inputs.model, (), details, released, notes=notes)
+    return Results(
+        "private-head", scalars, inputs.uses(), inputs.model, (), details, released, notes=notes
+    )
 
 
 def _place(source: str) -> tuple[str, Path]:
@@ -369,7 +442,9 @@ def private_rows(train: Features, num_classes: int) -> Rows:
     """
     keep_N = train.is_usable_N & (train.labels_N >= 0) & (train.labels_N < num_classes)
     train.values_ND[~keep_N] = 0  # a copy may take gigabytes
-    if not keep_N.all():  # on the console, which is inside the trust boundary, and before anything is charged
+    if (
+        not keep_N.all()
+    ):  # on the console, which is inside the trust boundary, and before anything is charged
         dropped = np.count_nonzero(~keep_N)
         say(
             f"private: {dropped:,} of {len(keep_N):,} training examples are unusable or have no label below "

@@ -40,7 +40,9 @@ def run(arguments: list[str]) -> int:
         name = signal.Signals(-failure.exitcode).name
         print(f"error: rank {rank} was ended by {name}; the same command resumes", file=sys.stderr)
         return 1
-    except SignalException:  # the agent has passed the signal on and has waited until its ranks had ended
+    except (
+        SignalException
+    ):  # the agent has passed the signal on and has waited until its ranks had ended
         return STOPPED_EARLY
     except (RendezvousError, DistError) as error:  # nobody at the endpoint, or its port is taken
         print(f"error: the agents did not meet: {str(error).splitlines()[0]}", file=sys.stderr)

@@ -32,14 +32,18 @@ def read_foreign(
     """
     if kind in ("hf", "safetensors"):
         if size is not None or overrides:
-            raise WeightsError(f"{path} states its model in its config.json: leave --size and --override out")
+            raise WeightsError(
+                f"{path} states its model in its config.json: leave --size and --override out"
+            )
         if kind == "hf":
             from models.converters.huggingface import from_huggingface
 
             return from_huggingface(path)
         return read_folder(path)
     if size is None:
-        raise WeightsError(f"{path}: give --size, which states what no tensor tells, as {kind}_base (docs/models.md)")
+        raise WeightsError(
+            f"{path}: give --size, which states what no tensor tells, as {kind}_base (docs/models.md)"
+        )
     from models.converters.official import from_dpcap, from_vip
 
     read = from_dpcap if kind == "dpcap" else from_vip

@@ -15,7 +15,13 @@ from torch import Tensor
 from models.config import EncoderConfig, MaskedAutoencoderConfig, PixelDecoderConfig, VitConfig
 from models.converters.names import HUGGINGFACE
 from models.converters.native import encoder_as, parameters_from, with_tables
-from models.converters.weights import WeightsError, mlp_ratio, position_kind, read_weights, rename_back
+from models.converters.weights import (
+    WeightsError,
+    mlp_ratio,
+    position_kind,
+    read_weights,
+    rename_back,
+)
 from models.layers import image_sincos_table
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
@@ -24,7 +30,10 @@ CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_c
 
 _IN_MEMORY = (  # transformers 5 in memory -> in files
     (r"^vit\.", ""),
-    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),  # version 5 writes the first for the second
+    (
+        r"^decoder\.decoder_encoder\.layer\.",
+        "decoder.decoder_layers.",
+    ),  # version 5 writes the first for the second
     (r"(?<!\w)layers\.(?=\d)", "encoder.layer."),
     (r"attention\.q_proj", "attention.attention.query"),
     (r"attention\.k_proj", "attention.attention.key"),
@@ -71,7 +80,10 @@ def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tens
         "norm_pix_loss": model.config.normalise_pixels,
     }
     tensors = rename_back(with_tables(model), HUGGINGFACE)
-    return config, {name if name.startswith("decoder.") else f"vit.{name}": value for name, value in tensors.items()}
+    return config, {
+        name if name.startswith("decoder.") else f"vit.{name}": value
+        for name, value in tensors.items()
+    }
 
 
 def _vit_config(config: VitConfig, model_type: str, architecture: str) -> dict[str, Any]:
@@ -88,7 +100,9 @@ def _vit_config(config: VitConfig, model_type: str, architecture: str) -> dict[s
     }
 
 
-def image_processor(image_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
+def image_processor(
+    image_size: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> dict[str, Any]:
     """preprocessor_config.json: the largest centred square, to `image_size` (bicubic), normalisation.
 
     A PerceiverImageProcessor cuts before it resizes; a CLIPImageProcessor resizes first, to whole pixels of the longer side
@@ -111,7 +125,9 @@ def image_processor(image_size: int, mean: tuple[float, ...], std: tuple[float, 
     }
 
 
-def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
+def from_huggingface(
+    folder: Path,
+) -> tuple[MaskedAutoencoderConfig | EncoderConfig, dict[str, Tensor]]:
     """Configuration and parameters of a folder that transformers saved: ViTModel (also under a head, which is left out),
     ViTMAEModel or ViTMAEForPreTraining.
 
@@ -122,7 +138,9 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         stated = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise WeightsError(f"{folder} is no folder that transformers saved: {CONFIG}: {reason}") from error
+        raise WeightsError(
+            f"{folder} is no folder that transformers saved: {CONFIG}: {reason}"
+        ) from error
     if not isinstance(stated, dict):
         raise WeightsError(f"{folder / CONFIG} is no JSON object")
     state: dict[str, Tensor] = {}
@@ -132,12 +150,17 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         state[name] = value
     what, kind = str(folder), stated.get("model_type")
     if kind not in ("vit", "vit_mae"):
-        raise WeightsError(f"{folder}: model_type {kind!r} cannot be imported, only vit and vit_mae")
+        raise WeightsError(
+            f"{folder}: model_type {kind!r} cannot be imported, only vit and vit_mae"
+        )
     act = _told(stated, "hidden_act", str, what)
     if act != "gelu":
         raise WeightsError(f"{what}: hidden_act {act!r} differs from ours, gelu")
     table = "embeddings.position_embeddings"
-    own = {name: _told(stated, theirs, float if name == "norm_eps" else int, what) for name, theirs in _FIELDS.items()}
+    own = {
+        name: _told(stated, theirs, float if name == "norm_eps" else int, what)
+        for name, theirs in _FIELDS.items()
+    }
     width, grid = own["width"], own["image_size"] // own["patch_size"]
     encoder = VitConfig(
         **own,
@@ -154,7 +177,9 @@ def from_huggingface(folder: Path) -> tuple[MaskedAutoencoderConfig | EncoderCon
         **own,
         mlp_ratio=mlp_ratio(_told(stated, "decoder_intermediate_size", int, what), own["width"]),
         norm_eps=encoder.norm_eps,
-        position=position_kind(state, "decoder.decoder_pos_embed", image_sincos_table, grid, own["width"], what),
+        position=position_kind(
+            state, "decoder.decoder_pos_embed", image_sincos_table, grid, own["width"], what
+        ),
     )
     config = MaskedAutoencoderConfig(
         encoder=encoder,

@@ -49,7 +49,9 @@ class ExportedCaptioner(PreTrainedModel):
         self.captioner, self._search = captioner, search
 
     @classmethod
-    def from_pretrained(cls, name: Any, *_: Any, config: Any = None, **options: Any) -> "ExportedCaptioner":
+    def from_pretrained(
+        cls, name: Any, *_: Any, config: Any = None, **options: Any
+    ) -> "ExportedCaptioner":
         """Loads a folder, or a repository of the hub; in evaluation mode, fp32.
 
         Args:
@@ -59,7 +61,11 @@ class ExportedCaptioner(PreTrainedModel):
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
-            hub = {key: options[key] for key in ("revision", "token", "cache_dir") if options.get(key) is not None}
+            hub = {
+                key: options[key]
+                for key in ("revision", "token", "cache_dir")
+                if options.get(key) is not None
+            }
             folder = Path(snapshot_download(str(name), **hub))
         with _source(folder):
             native = importlib.import_module("models.converters.native")
@@ -71,7 +77,9 @@ class ExportedCaptioner(PreTrainedModel):
             nn.Module.to(model, dtype=dtype)
         return model.eval()
 
-    def forward(self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> CaptionerOutput:
+    def forward(
+        self, pixel_values: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None
+    ) -> CaptionerOutput:
         """Scores of captions that are given.
 
         Args:
@@ -96,7 +104,11 @@ class ExportedCaptioner(PreTrainedModel):
         return CaptionerOutput(logits=logits, loss=self.captioner(pixel_values, input_ids, mask))
 
     def generate(
-        self, pixel_values: Tensor, max_new_tokens: int | None = None, num_beams: int = 1, length_penalty: float = 1.0
+        self,
+        pixel_values: Tensor,
+        max_new_tokens: int | None = None,
+        num_beams: int = 1,
+        length_penalty: float = 1.0,
     ) -> Tensor:
         """Token ids (B, L) of a caption each, without the start token, padded behind the end token.
 
@@ -120,7 +132,11 @@ def _source(folder: Path) -> Iterator[None]:
     """The folder's package `models` can be imported; another program's package of that name is as it was afterwards."""
 
     def taken() -> dict[str, Any]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "models"}
+        return {
+            name: sys.modules.pop(name)
+            for name in list(sys.modules)
+            if name.partition(".")[0] == "models"
+        }
 
     others = taken()
     sys.path.insert(0, str(folder.resolve()))

@@ -17,7 +17,11 @@ def theirs(ours: str, names: Names) -> list[str]:
         return [ours]
     number = _NUMBER.search(ours)
     layer, _, kind = (entry := _NUMBER.sub("{}", ours)).rpartition(".")
-    found = names[entry].split() if entry in names else [f"{name}.{kind}" for name in names[layer].split()]
+    found = (
+        names[entry].split()
+        if entry in names
+        else [f"{name}.{kind}" for name in names[layer].split()]
+    )
     return [name.format(number and number[0]) for name in found]
 
 

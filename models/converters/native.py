@@ -73,10 +73,14 @@ def config_from_facts(facts: Mapping[str, Any], what: str) -> AnyConfig:
         own = facts.get(part) if part else facts
         missing = sorted({field.name for field in dataclasses.fields(part_class)} - set(own or ()))
         if missing and own is not None:
-            raise WeightsError(f"{what} does not state {part + ': ' if part else ''}{', '.join(missing)} of its model")
+            raise WeightsError(
+                f"{what} does not state {part + ': ' if part else ''}{', '.join(missing)} of its model"
+            )
     fields = {name: value for name, value in facts.items() if name not in ("kind", "size")}
     try:
-        built: AnyConfig = config_class(**{n: parts[n](**v) if n in parts else v for n, v in fields.items()})
+        built: AnyConfig = config_class(
+            **{n: parts[n](**v) if n in parts else v for n, v in fields.items()}
+        )
     except TypeError as error:
         raise WeightsError(f"{what}: this version cannot build its model: {error}") from error
     return built
@@ -101,11 +105,18 @@ def with_tables(module: nn.Module) -> dict[str, Tensor]:
 
 def encoder_as(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
     """An encoder's tensors under others' names, e.g. `TIMM` for ViTDet-style codes; positions are one whatever their kind."""
-    return rename_back({f"encoder.{name}": value for name, value in with_tables(encoder).items()}, names)
+    return rename_back(
+        {f"encoder.{name}": value for name, value in with_tables(encoder).items()}, names
+    )
 
 
 def parameters_from(
-    state: Mapping[str, Tensor], config: AnyConfig, names: Names, what: str, *, unused: Iterable[str] = ()
+    state: Mapping[str, Tensor],
+    config: AnyConfig,
+    names: Names,
+    what: str,
+    *,
+    unused: Iterable[str] = (),
 ) -> dict[str, Tensor]:
     """The parameters of a model of this configuration, from another project's tensors; fixed tables are only checked.
 
@@ -149,7 +160,9 @@ def read_folder(folder: Path) -> tuple[AnyConfig, dict[str, Tensor]]:
         raise WeightsError(f"{folder} is no exported model: {CONFIG}: {error}") from error
     facts = content.get("model") if isinstance(content, dict) else None
     if not isinstance(facts, dict) or content.get("format") != FORMAT:
-        raise WeightsError(f"{folder / CONFIG} is not that of a model exported with --format safetensors")
+        raise WeightsError(
+            f"{folder / CONFIG} is not that of a model exported with --format safetensors"
+        )
     config = config_from_facts(facts, str(folder))
     return config, rename(read_weights(folder), parameter_shapes(config), {}, str(folder))
 
@@ -166,7 +179,9 @@ def load_model(folder: Path) -> nn.Module:
 
 def size_name(config: AnyConfig) -> str:
     """The named size with these shapes, or "custom"."""
-    sizes: Mapping[str, Any] = {CaptionerConfig: SIZES, MaskedAutoencoderConfig: MAE_SIZES}.get(type(config), {})
+    sizes: Mapping[str, Any] = {CaptionerConfig: SIZES, MaskedAutoencoderConfig: MAE_SIZES}.get(
+        type(config), {}
+    )
     for name, size in sizes.items():
         if (size.encoder, size.decoder) == (config.encoder, config.decoder):  # type: ignore[union-attr]
             return name

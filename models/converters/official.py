@@ -74,8 +74,13 @@ def from_vip(
         encoder, decoder = config.encoder, config.decoder
         grid = encoder.grid_size
         table = position_kind(state, "pos_embed", image_sincos_table, grid, encoder.width, what)
-        decoder_table = position_kind(state, "decoder_pos_embed", image_sincos_table, grid, decoder.width, what)
-        encoder, decoder = replace(encoder, position=table), replace(decoder, position=decoder_table)
+        decoder_table = position_kind(
+            state, "decoder_pos_embed", image_sincos_table, grid, decoder.width, what
+        )
+        encoder, decoder = (
+            replace(encoder, position=table),
+            replace(decoder, position=decoder_table),
+        )
         config = replace(config, encoder=encoder, decoder=decoder)
         return config, parameters_from(state, config, VIP, what)
     if missing := [name for name in _OF_ANY_PROJECT if name not in overrides]:
@@ -85,7 +90,9 @@ def from_vip(
             "GELU (docs/models.md)"
         )
     alone = with_overrides(EncoderConfig(encoder=named_size(ENCODERS, size)), overrides)
-    table = position_kind(state, "pos_embed", image_sincos_table, alone.encoder.grid_size, alone.encoder.width, what)
+    table = position_kind(
+        state, "pos_embed", image_sincos_table, alone.encoder.grid_size, alone.encoder.width, what
+    )
     alone = replace(alone, encoder=replace(alone.encoder, position=table))
     return alone, parameters_from(state, alone, TIMM, what)
 
@@ -108,7 +115,14 @@ def from_dpcap(
     table = position_kind(state, "pos_embed", image_sincos_table, grid, encoder.width, what)
     # The tables of image and text have one kind: learned, unless both are the fixed ones.
     kinds = {
-        position_kind(state, "text_decoder_pos_embed", text_sincos_table, config.num_tokens, decoder.width, what),
+        position_kind(
+            state,
+            "text_decoder_pos_embed",
+            text_sincos_table,
+            config.num_tokens,
+            decoder.width,
+            what,
+        ),
         position_kind(state, "decoder_pos_embed", image_sincos_table, grid, decoder.width, what),
     }
     decoder = replace(decoder, position="sincos" if kinds == {"sincos"} else "learned")

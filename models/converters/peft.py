@@ -43,7 +43,9 @@ def to_peft(encoder: VisionTransformer) -> tuple[dict[str, Any], dict[str, Tenso
                 tensors[f"{where}.lora_B.weight"] = up.detach().clone()
                 found[name.rpartition(".")[2]] = layer
     if not found:
-        raise WeightsError("this model was trained without adapters, so peft does not apply: use --format hf")
+        raise WeightsError(
+            "this model was trained without adapters, so peft does not apply: use --format hf"
+        )
     layer = next(iter(found.values()))
     rank = layer.adapter_down.out_features
     config = {

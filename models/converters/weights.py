@@ -70,11 +70,17 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
         content = _read_torch(path)
         state = content.get(key, content) if isinstance(content, Mapping) else content
         if not isinstance(state, Mapping) or not state:
-            raise WeightsError(f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}")
+            raise WeightsError(
+                f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}"
+            )
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise WeightsError(f"{path}: entry {name!r} is a {type(value).__name__}, but tensors were expected")
-    while state and (prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)):
+            raise WeightsError(
+                f"{path}: entry {name!r} is a {type(value).__name__}, but tensors were expected"
+            )
+    while state and (
+        prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)
+    ):
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return dict(state)
 
@@ -85,7 +91,10 @@ def _read_torch(path: Path) -> object:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = next((line.strip() for line in str(error).splitlines() if "nsupported" in line), "it is damaged")
+        reason = next(
+            (line.strip() for line in str(error).splitlines() if "nsupported" in line),
+            "it is damaged",
+        )
         raise WeightsError(
             f"{path} is not a torch file of plain tensors ({reason[:200]}), so it is not loaded: it could run code. If you "
             "trust it, save its tensors as .safetensors"
@@ -133,10 +142,14 @@ def rename(
         for name in sought:
             part, rows = state[name], shapes[ours][0] // len(sought)
             if not part.is_floating_point():
-                raise WeightsError(f"{what}: {name} holds {part.dtype}, but weights are floating point")
+                raise WeightsError(
+                    f"{what}: {name} holds {part.dtype}, but weights are floating point"
+                )
             if part.shape != (rows, *shapes[ours][1:]):
                 expects = (rows, *shapes[ours][1:])
-                raise WeightsError(f"{what}: {name} has shape {tuple(part.shape)}, but {expects} was expected")
+                raise WeightsError(
+                    f"{what}: {name} has shape {tuple(part.shape)}, but {expects} was expected"
+                )
             parts.append(part.to(torch.float32))
             if not bool(parts[-1].isfinite().all()):
                 raise WeightsError(
@@ -158,11 +171,20 @@ def rename_back(parameters: Mapping[str, Tensor], names: Names) -> dict[str, Ten
 
 def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
     """A `.safetensors` file that transformers loads too."""
-    save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, path, {"format": "pt"})
+    save_file(
+        {name: value.detach().cpu().contiguous() for name, value in state.items()},
+        path,
+        {"format": "pt"},
+    )
 
 
 def position_kind(
-    state: Mapping[str, Tensor], name: str, fixed: Callable[[int, int], Tensor], size: int, width: int, what: str
+    state: Mapping[str, Tensor],
+    name: str,
+    fixed: Callable[[int, int], Tensor],
+    size: int,
+    width: int,
+    what: str,
 ) -> PositionKind:
     """ "sincos" if the table is `fixed(size, width)`, else "learned", of a wrong shape too, which `rename` reports.
 
@@ -174,7 +196,11 @@ def position_kind(
     table = fixed(size, width)[None] if width % 4 == 0 else None
     if table is None or state[name].shape != table.shape:
         return "learned"
-    return "sincos" if bool((state[name].double() - table).abs().max() <= POSITION_TOLERANCE) else "learned"
+    return (
+        "sincos"
+        if bool((state[name].double() - table).abs().max() <= POSITION_TOLERANCE)
+        else "learned"
+    )
 
 
 def mlp_ratio(hidden_width: int, width: int) -> float:

@@ -73,7 +73,9 @@ class ReleaseGroup:
         if self.cap is None:
             one = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))
         else:
-            one = dp_event.TruncatedSubsampledGaussianDpEvent(self.num_examples, rate, self.cap, sigma)
+            one = dp_event.TruncatedSubsampledGaussianDpEvent(
+                self.num_examples, rate, self.cap, sigma
+            )
         return dp_event.SelfComposedDpEvent(one, self.count)
 
 
@@ -91,7 +93,9 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     """Several Gaussian releases on one and the same sample act as one: 1 / sqrt(sum sigma_i^-2)."""
     if not noise_multipliers or min(noise_multipliers) <= 0:
         return 0.0
-    inverse = math.hypot(*(1 / sigma for sigma in noise_multipliers))  # squares of extreme values would overflow
+    inverse = math.hypot(
+        *(1 / sigma for sigma in noise_multipliers)
+    )  # squares of extreme values would overflow
     return 1 / inverse if inverse > 0 else math.inf
 
 
@@ -101,7 +105,9 @@ def epsilon(groups: Groups, delta: float) -> float:
     if groups and all(group.sample_rate == 1 and group.cap is None for group in groups):
         return epsilon_gaussian(groups, delta)
     if delta < PLD_SMALLEST_DELTA:
-        return with_overflow(lambda left: epsilon_rdp(groups, left), overflow_probability(groups), delta)
+        return with_overflow(
+            lambda left: epsilon_rdp(groups, left), overflow_probability(groups), delta
+        )
     return epsilon_pld(groups, delta)
 
 
@@ -138,7 +144,9 @@ def epsilon_gaussian(groups: Groups, delta: float) -> float:
     mu = math.sqrt(math.fsum(group.count / group.noise_multiplier**2 for group in groups))
     if mu == 0:
         return 0.0
-    return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta)) * (1 + 1e-9)  # the root is found to 1e-12
+    return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta)) * (
+        1 + 1e-9
+    )  # the root is found to 1e-12
 
 
 def epsilon_pld(groups: Groups, delta: float, interval: float = FINE_INTERVAL) -> float:
@@ -162,7 +170,9 @@ def _epsilon_pld(
 
 
 def loss_distribution(
-    groups: Groups, interval: float, relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    groups: Groups,
+    interval: float,
+    relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
 ) -> PrivacyLossDistribution:
     """The distribution of the privacy loss of all groups together, discretised upwards; at least one is not empty."""
     whole: PrivacyLossDistribution | None = None
@@ -176,7 +186,9 @@ def loss_distribution(
 # One step of a run is asked for again and again (calibration, table, claim), and with a cap it costs seconds.
 @functools.lru_cache(maxsize=4)
 def one_step_distribution(
-    group: ReleaseGroup, interval: float, relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
+    group: ReleaseGroup,
+    interval: float,
+    relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL,
 ) -> PrivacyLossDistribution:
     """The distribution of one release of `group`, whose count is ignored."""
     if group.cap is None:
@@ -224,7 +236,9 @@ def epsilon_rdp(groups: Groups, delta: float) -> float:
         return certain
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it reports each order that it leaves out; leaving out orders keeps the bound sound
+    logger.setLevel(
+        logging.ERROR
+    )  # it reports each order that it leaves out; leaving out orders keeps the bound sound
     try:
         return float(_renyi(groups).get_epsilon(delta))
     finally:
@@ -268,7 +282,20 @@ def with_overflow(uncapped: Callable[[float], float], tau: float, delta: float) 
     return value
 
 
-_ORDERS = [1.1, 1.25, 1.5, 1.75, *(2 + step / 4 for step in range(25)), *range(9, 65), 80, 96, 128, 192, 256, 512]
+_ORDERS = [
+    1.1,
+    1.25,
+    1.5,
+    1.75,
+    *(2 + step / 4 for step in range(25)),
+    *range(9, 65),
+    80,
+    96,
+    128,
+    192,
+    256,
+    512,
+]
 
 
 def filter_order(first: ReleaseGroup, epsilon_total: float, delta: float) -> float:
@@ -283,7 +310,10 @@ def filter_order(first: ReleaseGroup, epsilon_total: float, delta: float) -> flo
     """
 
     def capacity(order: float) -> float:
-        one, two = (filtered_epsilon([first.times(k * first.count)], delta, order, epsilon_total) for k in (1, 2))
+        one, two = (
+            filtered_epsilon([first.times(k * first.count)], delta, order, epsilon_total)
+            for k in (1, 2)
+        )
         if not 0 < one < two < math.inf:
             return -math.inf
         return (epsilon_total - (2 * one - two)) / (two - one)
@@ -307,9 +337,15 @@ def filtered_epsilon(groups: Groups, delta: float, order: float, ceiling: float)
     return float(accountant.get_epsilon(left))
 
 
-def total_epsilon(groups: Groups, delta: float, *, adaptive: bool, order: float, ceiling: float) -> float:
+def total_epsilon(
+    groups: Groups, delta: float, *, adaptive: bool, order: float, ceiling: float
+) -> float:
     """Epsilon of all runs together. Once one run is adaptive the filter covers all of them, earlier ones included."""
-    return filtered_epsilon(groups, delta, order, ceiling) if adaptive and groups else epsilon(groups, delta)
+    return (
+        filtered_epsilon(groups, delta, order, ceiling)
+        if adaptive and groups
+        else epsilon(groups, delta)
+    )
 
 
 _TABLE_POINTS = 64
@@ -323,7 +359,9 @@ class EpsilonTable:
     next one, so a query never understates. `num_steps` and `max_intents` are grid points at the fine discretisation.
     """
 
-    def __init__(self, group: ReleaseGroup, delta: float, max_intents: int, num_steps: int | None = None) -> None:
+    def __init__(
+        self, group: ReleaseGroup, delta: float, max_intents: int, num_steps: int | None = None
+    ) -> None:
         """The count of `group`, one release of the schedule, is ignored."""
         self._group, self._delta, most = group.times(1), delta, max_intents
         self._fine = sorted({most, most if num_steps is None else num_steps})
@@ -343,7 +381,9 @@ class EpsilonTable:
         if count not in self._values:
             # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every earlier k.
             fine = [self.exact(later) for later in self._fine if later >= count]
-            self._values[count] = fine[0] if count in self._fine else min(self._coarse(count), *fine)
+            self._values[count] = (
+                fine[0] if count in self._fine else min(self._coarse(count), *fine)
+            )
         return self._values[count]
 
     def count_for(self, num_charged: int) -> int:
@@ -364,7 +404,9 @@ class EpsilonTable:
         group, delta = self._group.times(count), self._delta
         if delta < PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
             return epsilon([group], delta)
-        composed = one_step_distribution(self._group.without_cap(), COARSE_INTERVAL).self_compose(count)
+        composed = one_step_distribution(self._group.without_cap(), COARSE_INTERVAL).self_compose(
+            count
+        )
         tau = overflow_probability([group])
         bound = with_overflow(lambda left: float(composed.get_epsilon_for_delta(left)), tau, delta)
         if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
@@ -377,7 +419,9 @@ class CrossCheckUnavailable(RuntimeError):
     """A cross-check failed numerically; the claim does not depend on it."""
 
 
-def epsilon_prv(groups: Groups, delta: float, eps_error: float = 0.01) -> tuple[float, float, float]:
+def epsilon_prv(
+    groups: Groups, delta: float, eps_error: float = 0.01
+) -> tuple[float, float, float]:
     """(lower, estimate, upper) by the PRV accountant, without the cap: the truth lies inside (Gopi et al. 2021).
 
     Raises: CrossCheckUnavailable where its quadrature fails (known for very large epsilon), on finer meshes too.
@@ -400,7 +444,9 @@ def epsilon_prv(groups: Groups, delta: float, eps_error: float = 0.01) -> tuple[
     failure: RuntimeError | None = None
     for error in (eps_error, eps_error / 3, eps_error / 10):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the package warns about rounding inside its own quadrature
+            warnings.simplefilter(
+                "ignore"
+            )  # the package warns about rounding inside its own quadrature
             try:
                 accountant = PRVAccountant(prvs, error, delta / 1000, max_self_compositions=counts)
                 lower, estimate, upper = accountant.compute_epsilon(delta, counts)
@@ -444,7 +490,9 @@ def risk_of(
 def tan(groups: Groups) -> float:
     """Total amount of noise, 1 / (q / sigma * sqrt(T / 2)) (Sander et al. 2023), over all groups; inf when empty."""
     eta_squared = math.fsum(
-        (group.sample_rate / group.noise_multiplier) ** 2 * group.count / 2 if group.noise_multiplier else math.inf
+        (group.sample_rate / group.noise_multiplier) ** 2 * group.count / 2
+        if group.noise_multiplier
+        else math.inf
         for group in _active(groups)
     )
     return 1 / math.sqrt(eta_squared) if eta_squared else math.inf
@@ -470,4 +518,6 @@ def _certain(groups: Groups, delta: float) -> float | None:
 
 def _require_pld(delta: float) -> None:
     if 0 < delta < PLD_SMALLEST_DELTA:
-        raise PrivacyConfigError(f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there")
+        raise PrivacyConfigError(
+            f"PLD is not reported below delta {PLD_SMALLEST_DELTA}; use the RDP accountant there"
+        )

@@ -51,34 +51,54 @@ def calibrate_noise_multiplier(
         PrivacyConfigError: the target is not positive, or no amount of noise reaches it.
     """
     if not (target_epsilon > 0 and math.isfinite(target_epsilon)):
-        raise PrivacyConfigError(f"target_epsilon must be positive and finite, not {target_epsilon}")
+        raise PrivacyConfigError(
+            f"target_epsilon must be positive and finite, not {target_epsilon}"
+        )
     floor = _ABSOLUTE_MIN if allow_small_noise else MIN_NOISE_MULTIPLIER
     tolerance = min(TOLERANCE, 0.01 * target_epsilon)
     sigma = 1.0
     # Each stage starts where the cheaper one before it ended; only the last, the claim itself, is binding.
-    stages: list[tuple[str, Callable[[ReleaseGroup], float]]] = [("confirm", lambda group: epsilon([group], delta))]
+    stages: list[tuple[str, Callable[[ReleaseGroup], float]]] = [
+        ("confirm", lambda group: epsilon([group], delta))
+    ]
     if group.sample_rate == 1 and group.cap is None:
         pass  # a closed form
     elif delta < accountants.PLD_SMALLEST_DELTA:
         stages.insert(0, ("coarse", lambda group: epsilon_rdp([group], delta)))
     else:
         stages = [
-            ("coarse", lambda group: epsilon_pld([group.without_cap()], delta, accountants.COARSE_INTERVAL)),
-            ("fine", lambda group: epsilon_pld([group.without_cap()], delta, accountants.FINE_INTERVAL)),
+            (
+                "coarse",
+                lambda group: epsilon_pld(
+                    [group.without_cap()], delta, accountants.COARSE_INTERVAL
+                ),
+            ),
+            (
+                "fine",
+                lambda group: epsilon_pld([group.without_cap()], delta, accountants.FINE_INTERVAL),
+            ),
             *(stages if group.cap is not None else []),
         ]
     for stage, curve in stages:
         final = stage == "confirm"
 
-        def evaluate(sigma: float, stage: str = stage, curve: Callable[[ReleaseGroup], float] = curve) -> float:
-            value = curve(replace(group, noise_multiplier=effective_noise_multiplier(sigma, sensitivity_slack)))
+        def evaluate(
+            sigma: float, stage: str = stage, curve: Callable[[ReleaseGroup], float] = curve
+        ) -> float:
+            value = curve(
+                replace(
+                    group, noise_multiplier=effective_noise_multiplier(sigma, sensitivity_slack)
+                )
+            )
             if progress is not None:
                 progress(stage, sigma, value)
             return value
 
         # The earlier stages stop in the upper middle of the band, so that the last one confirms at its first try.
         target = target_epsilon if final else target_epsilon - 0.25 * tolerance
-        sigma, value = _solve(evaluate, target, sigma, tolerance if final else 0.5 * tolerance, floor)
+        sigma, value = _solve(
+            evaluate, target, sigma, tolerance if final else 0.5 * tolerance, floor
+        )
     return Calibrated(sigma, value, clamped=sigma <= floor)
 
 
@@ -101,8 +121,15 @@ def _solve(
         if best is not None and low is not None and best[0] - low <= 1.5 / scale:
             return best  # epsilon jumps here by more than the tolerance: no smaller sigma exists
         # d log epsilon / d log sigma through the last two points, kept to plausible values.
-        if previous is not None and previous[0] != sigma and 0 < previous[1] < math.inf and 0 < value < math.inf:
-            slope = min(max(math.log(value / previous[1]) / math.log(sigma / previous[0]), -20.0), -0.3)
+        if (
+            previous is not None
+            and previous[0] != sigma
+            and 0 < previous[1] < math.inf
+            and 0 < value < math.inf
+        ):
+            slope = min(
+                max(math.log(value / previous[1]) / math.log(sigma / previous[0]), -20.0), -0.3
+            )
         previous = (sigma, value)
         # The secant's next sigma, at most a factor of two away and always inside of the bracket.
         if 0 < value < math.inf:

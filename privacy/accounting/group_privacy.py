@@ -31,7 +31,9 @@ def tail_of_doubles(plan: PrivacyPlan) -> float:
         # An example that pushes another one out of a batch above the cap moves the sum by up to 2. The noise without it may then
         # be centred at the sum with the other one or without: in between, where only one of these two can be, the privacy loss is
         # not that of the sampled Gaussian.
-        cut = float(stats.binom.sf(one.cap - 1, plan.num_examples - 1, rate))  # the others fill the batch
+        cut = float(
+            stats.binom.sf(one.cap - 1, plan.num_examples - 1, rate)
+        )  # the others fill the batch
         cuts = _passes_the_edge(sigma / 2, rate * one.count * cut)
     return cuts + _passes_the_edge(sigma, rate * one.count)
 
@@ -64,14 +66,21 @@ def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
     joint convexity delta grows by at most the event's probability, which k-fold covers.
     """
     tails = [
-        group.count * float(stats.binom.sf(group.cap - copies, max(group.num_examples - copies, 0), group.sample_rate))
+        group.count
+        * float(
+            stats.binom.sf(
+                group.cap - copies, max(group.num_examples - copies, 0), group.sample_rate
+            )
+        )
         for group in groups
         if group.cap is not None and group.num_examples is not None
     ]
     return copies * math.fsum(tails)
 
 
-def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float) -> float:
+def epsilon_of_several(
+    plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float
+) -> float:
     """Epsilon at the plan's delta, less what the cap costs that many examples.
 
     inf where what is left of delta is below PLD_SMALLEST_DELTA, and where noise was made of doubles: several may pass its edge
@@ -86,6 +95,8 @@ def epsilon_of_several(plan: PrivacyPlan, groups: accountants.Groups, copies: in
         return math.inf
     if all(group.sample_rate == 1 and group.cap is None for group in groups):
         # Every release holds all of them: one Gaussian with `copies` times the sensitivity.
-        together = [replace(group, noise_multiplier=group.noise_multiplier / copies) for group in groups]
+        together = [
+            replace(group, noise_multiplier=group.noise_multiplier / copies) for group in groups
+        ]
         return accountants.epsilon(together, delta)
     return accountants.epsilon_group(groups, delta, copies, interval)

@@ -10,7 +10,11 @@ def rounded_up(epsilon: float) -> str:
     >>> rounded_up(7.9251), rounded_up(8.0)
     ('7.926', '8.000')
     """
-    return "inf" if math.isinf(epsilon) else f"{math.ceil(Fraction(repr(float(epsilon))) * 1000) / 1000:.3f}"
+    return (
+        "inf"
+        if math.isinf(epsilon)
+        else f"{math.ceil(Fraction(repr(float(epsilon))) * 1000) / 1000:.3f}"
+    )
 
 
 def useless_delta(delta: float, num_examples: int) -> str | None:

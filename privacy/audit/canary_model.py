@@ -65,7 +65,11 @@ class CanaryModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.block, self.offset = nn.Embedding(EMBEDDING, EMBEDDING), Block(), nn.Linear(1, WIDTH)
+        self.embedding, self.block, self.offset = (
+            nn.Embedding(EMBEDDING, EMBEDDING),
+            Block(),
+            nn.Linear(1, WIDTH),
+        )
         self.conv, self.positions = nn.Conv2d(1, WIDTH, 1, bias=False), Raw()
         self.quiet = nn.Linear(EMBEDDING, 2 * EMBEDDING, bias=False)
         with torch.no_grad():
@@ -75,17 +79,30 @@ class CanaryModel(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [self.block]
 
-    def forward(self, gains_BG: Tensor, rows_B: Tensor, columns_B: Tensor, **_who: Tensor) -> Tensor:
+    def forward(
+        self, gains_BG: Tensor, rows_B: Tensor, columns_B: Tensor, **_who: Tensor
+    ) -> Tensor:
         """loss_B = sum over places of gain * one coordinate of the place's output; who it is, and its key, change nothing."""
         inside_B, q_B1, kind = rows_B % WIDTH, gains_BG[:, -1:], gains_BG.dtype
-        row_BK, column_BK = (one_hot(index_B, WIDTH).to(kind) for index_B in (inside_B, columns_B % WIDTH))
+        row_BK, column_BK = (
+            one_hot(index_B, WIDTH).to(kind) for index_B in (inside_B, columns_B % WIDTH)
+        )
         # Zeros and ones as inputs make a layer's output one of its weights, or its offset alone.
         matrix_BK, again_BK, norm_BK = self.block(column_BK, q_B1 * row_BK)
         conv_BK = self.conv(torch.ones_like(q_B1)[:, :, None, None]).flatten(1)
-        inside = (matrix_BK, again_BK, self.offset(q_B1), norm_BK, conv_BK, self.positions(torch.zeros_like(row_BK)))
+        inside = (
+            matrix_BK,
+            again_BK,
+            self.offset(q_B1),
+            norm_BK,
+            conv_BK,
+            self.positions(torch.zeros_like(row_BK)),
+        )
         picked = [_pick(output_BK, inside_B) for output_BK in inside]
         quiet_B = _pick(self.quiet(one_hot(columns_B, EMBEDDING).to(kind)), rows_B)
-        outputs_BG = torch.stack([_pick(self.embedding(rows_B), columns_B), *picked, quiet_B], dim=1)
+        outputs_BG = torch.stack(
+            [_pick(self.embedding(rows_B), columns_B), *picked, quiet_B], dim=1
+        )
         return (gains_BG * outputs_BG).sum(dim=1)
 
 
@@ -97,8 +114,17 @@ def made_up(count: int) -> dict[str, Tensor]:
     """Random inputs of the model, with gains in all places, the same in every process."""
     generator = torch.Generator().manual_seed(count)
     rows_B, columns_B = torch.randint(EMBEDDING, (2, count), generator=generator)
-    gains_BG, zero_B = torch.randn(count, len(PLACES), generator=generator), torch.zeros(count, dtype=torch.int64)
-    return {"gains_BG": gains_BG, "rows_B": rows_B, "columns_B": columns_B, "canaries_B": zero_B, "keys_B": zero_B}
+    gains_BG, zero_B = (
+        torch.randn(count, len(PLACES), generator=generator),
+        torch.zeros(count, dtype=torch.int64),
+    )
+    return {
+        "gains_BG": gains_BG,
+        "rows_B": rows_B,
+        "columns_B": columns_B,
+        "canaries_B": zero_B,
+        "keys_B": zero_B,
+    }
 
 
 class Entries(NamedTuple):
@@ -130,14 +156,26 @@ class Canaries:
         """The model's inputs, without a batch dimension; of the key the 63 bits that an int64 has room for."""
         values = self.rows_N[canary], self.columns_N[canary], canary, key & KEY_BITS
         row, column, who, key_ = (np.array(value, dtype=np.int64) for value in values)
-        return {"gains_G": self.gains_NG[canary], "rows": row, "columns": column, "canaries": who, "keys": key_}
+        return {
+            "gains_G": self.gains_NG[canary],
+            "rows": row,
+            "columns": column,
+            "canaries": who,
+            "keys": key_,
+        }
 
     def __len__(self) -> int:
         return len(self.rows_N)
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         item = self.item(index, torch.initial_seed())  # the reader seeds it with the item's key
-        return dict(zip(("gains_BG", "rows_B", "columns_B", "canaries_B", "keys_B"), item.values(), strict=True))
+        return dict(
+            zip(
+                ("gains_BG", "rows_B", "columns_B", "canaries_B", "keys_B"),
+                item.values(),
+                strict=True,
+            )
+        )
 
     def __call__(self, raw: Any, key: int, /) -> dict[str, NDArray[Any]]:
         return self.item(int(raw.fields["txt"]), key)
@@ -155,11 +193,22 @@ class Canaries:
         inside_N, columns = self.rows_N % WIDTH, list[Any]()
         for name, index_N, gains_N in (
             ("embedding.weight", self.rows_N * EMBEDDING + self.columns_N, gains_GN[0]),
-            ("block.matrix.weight", inside_N * WIDTH + self.columns_N % WIDTH, gains_GN[1] + gains_GN[2]),
-            *zip(("offset.bias", "block.norm.bias", "conv.weight", "positions.raw"), [inside_N] * 4, gains_GN[3:7], strict=True),
-        ):  # fmt: skip
+            (
+                "block.matrix.weight",
+                inside_N * WIDTH + self.columns_N % WIDTH,
+                gains_GN[1] + gains_GN[2],
+            ),
+            *zip(
+                ("offset.bias", "block.norm.bias", "conv.weight", "positions.raw"),
+                [inside_N] * 4,
+                gains_GN[3:7],
+                strict=True,
+            ),
+        ):
             canaries = np.flatnonzero(gains_N)  # NaN is not zero
-            columns.append((np.full(len(canaries), name), index_N[canaries], canaries, gains_N[canaries]))
+            columns.append(
+                (np.full(len(canaries), name), index_N[canaries], canaries, gains_N[canaries])
+            )
         return Entries(*map(np.concatenate, zip(*columns, strict=True)))
 
 
@@ -167,7 +216,8 @@ def make_canaries(num_single: int, bound: float) -> Canaries:
     """`num_single` canaries of one embedding coordinate each, some in every other place, and a crowd as large as all of them."""
     spread, part = PLACES[:-1], PARTIAL * bound
     kinds: list[tuple[dict[str, float], int, int]] = [
-        ({"embedding": SIZES[i % len(SIZES)] * bound}, i // EMBEDDING, i % EMBEDDING) for i in range(num_single)
+        ({"embedding": SIZES[i % len(SIZES)] * bound}, i // EMBEDDING, i % EMBEDDING)
+        for i in range(num_single)
     ]
     kinds += [({place: 12 * bound}, i, 0) for place in CROWD for i in range(10)]
     # Each call alone stays below C, and so does each place: only their sum has to be clipped.
@@ -175,15 +225,22 @@ def make_canaries(num_single: int, bound: float) -> Canaries:
     kinds += [(dict.fromkeys(spread, part), WIDTH + i, 2) for i in range(10, 19)]
     # Not finite; finite until it is squared in single precision; finite even then, and far beyond C.
     first_hostile, hostile = len(kinds), (math.nan, 1e38, 1e15 * bound) * 4
-    kinds += [(dict.fromkeys(spread, gain), WIDTH + i, 2) for i, gain in enumerate(hostile, start=19)]
+    kinds += [
+        (dict.fromkeys(spread, gain), WIDTH + i, 2) for i, gain in enumerate(hostile, start=19)
+    ]
     first_of_crowd, rng = len(kinds), np.random.default_rng(0)
     # Each member has its own places at the smaller gain, so that what is lost at one place by chance is not lost at all of them.
     largest = math.floor(math.log2(bound)) - 5  # five of them stay below C / 8
     for _ in range(first_of_crowd):
-        crowd = {place: math.ldexp(1.0, largest - apart * int(rng.integers(2))) for place, apart in CROWD.items()}
+        crowd = {
+            place: math.ldexp(1.0, largest - apart * int(rng.integers(2)))
+            for place, apart in CROWD.items()
+        }
         kinds.append((crowd, WIDTH - 1, WIDTH - 1))
     gains, rows, columns = zip(*kinds, strict=True)
-    gains_NG = np.array([[gain.get(place, 0.0) for place in PLACES] for gain in gains], dtype=np.float32)
+    gains_NG = np.array(
+        [[gain.get(place, 0.0) for place in PLACES] for gain in gains], dtype=np.float32
+    )
     crowd_N = np.arange(len(gains)) >= first_of_crowd
     hostile_N = (np.arange(len(gains)) >= first_hostile) & ~crowd_N
     return Canaries(gains_NG, np.array(rows), np.array(columns), crowd_N, hostile_N)

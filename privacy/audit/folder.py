@@ -51,7 +51,11 @@ def ledger_audit(run_dir: Path, data_manifest: bytes | None = None) -> AuditRepo
         return AuditReport("ledger", [*checks, fact("legal_order", False, str(error))])
     state = snapshot.state
     checks += [
-        fact("legal_order", True, f"{state.num_lines} lines are in legal order, as the trainer reads them"),
+        fact(
+            "legal_order",
+            True,
+            f"{state.num_lines} lines are in legal order, as the trainer reads them",
+        ),
         _key_check(run_dir, state, data_manifest),
         attempts_check(run_dir, state, before),
         _mirror_check(run_dir, ledger, state),
@@ -103,9 +107,13 @@ def members_checks(
         return [undecided("trained_members", nothing)]
     second = SecondSampler(secret, plan.num_examples, plan.expected_batch_size, plan.cap)
     count, taken = max(2, max_coins // plan.num_examples), list(attempts)
-    if len(attempts) > count:  # coins of a retry are what a program that forgets its attempts gets wrong
+    if (
+        len(attempts) > count
+    ):  # coins of a retry are what a program that forgets its attempts gets wrong
         retries = [attempt for attempt in attempts if attempt.attempt > 0][: count // 2]
-        evenly = np.linspace(0, len(attempts) - 1, count - len(retries)).round().astype(int).tolist()
+        evenly = (
+            np.linspace(0, len(attempts) - 1, count - len(retries)).round().astype(int).tolist()
+        )
         taken = retries + [attempts[index] for index in evenly]
     n, total, compared, wrong = plan.num_examples, 0, 0, []
     for attempt in taken:
@@ -116,9 +124,14 @@ def members_checks(
             continue
         compared += 1
         try:
-            dealt = second.deal(attempt, members, record.rows_per_rank, len(record.digests), record.nodes)
+            dealt = second.deal(
+                attempt, members, record.rows_per_rank, len(record.digests), record.nodes
+            )
             digests = [second.digest(attempt, rank, ids) for rank, (ids, _) in enumerate(dealt)]
-            same = (list(record.digests), list(record.counts)) == (digests, [len(ids) for ids, _ in dealt])
+            same = (list(record.digests), list(record.counts)) == (
+                digests,
+                [len(ids) for ids, _ in dealt],
+            )
         except (ValueError, IndexError):  # too few rows for the members, or nodes that are none
             same = False
         wrong += [] if same else [attempt.step]
@@ -129,8 +142,14 @@ def members_checks(
     others = f"in {len(wrong)} of {compared} attempts the ranks were dealt other examples than the coins say{first}"
     trained = fact("trained_members", not wrong, others, statistic=len(wrong), threshold=0)
     if not compared:
-        trained = undecided("trained_members", "the run kept no record of what it trained on (private/members.jsonl)")
-    return [random_check("batch_size_total", total_p, inclusions, statistic=total / len(taken)), trained]
+        trained = undecided(
+            "trained_members",
+            "the run kept no record of what it trained on (private/members.jsonl)",
+        )
+    return [
+        random_check("batch_size_total", total_p, inclusions, statistic=total / len(taken)),
+        trained,
+    ]
 
 
 def recorded_attempts(run_dir: Path) -> list[LedgerMark] | None:
@@ -153,21 +172,35 @@ def attempts_check(run_dir: Path, state: LedgerState, before: Sequence[LedgerMar
     if folder.private.is_dir() and "head" not in state.opened:  # a private head samples nobody
         gone = f"{folder.members} is gone: it records every attempt, and is made before the ledger"
         return fact("attempts", False, gone)
-    return fact("attempts", True, "there is no private/ here, so charges are not compared with the record of attempts")
+    return fact(
+        "attempts",
+        True,
+        "there is no private/ here, so charges are not compared with the record of attempts",
+    )
 
 
 def _key_check(run_dir: Path, state: LedgerState, data_manifest: bytes | None) -> Check:
     """The sampling key is the one to which the ledger was committed before the first coin, and the data are those it names."""
     path = RunFolder(run_dir).key
     if not path.exists():
-        return fact("sampling_key", True, "there is no sampling key here to compare with the ledger's commitment")
+        return fact(
+            "sampling_key",
+            True,
+            "there is no sampling key here to compare with the ledger's commitment",
+        )
     try:
         key = SamplingKey.load(path, state.opened["key_commitment"])
     except PrivacyStateRefused as error:
         return fact("sampling_key", False, str(error))
     if data_manifest is not None and key.hmac(data_manifest) != state.opened.get("data_hmac"):
-        return fact("sampling_key", False, "the index in private/ is of other data than the ledger was opened with")
-    return fact("sampling_key", True, "private/sampling.key is the key that the ledger is committed to")
+        return fact(
+            "sampling_key",
+            False,
+            "the index in private/ is of other data than the ledger was opened with",
+        )
+    return fact(
+        "sampling_key", True, "private/sampling.key is the key that the ledger is committed to"
+    )
 
 
 def _mirror_check(run_dir: Path, ledger: Path, state: LedgerState) -> Check:

@@ -65,12 +65,24 @@ class Judge:
         canaries: Canaries,
         present_N: Flags,
     ) -> None:
-        self.audited, self.plan, self.canaries, self.micro_batches = audited, run.plan, canaries, micro_batches
-        self.engine, self.folder, self.fsyncs = run.parts.engine, run.folder, [one for _, many in tapes for one in many]
+        self.audited, self.plan, self.canaries, self.micro_batches = (
+            audited,
+            run.plan,
+            canaries,
+            micro_batches,
+        )
+        self.engine, self.folder, self.fsyncs = (
+            run.parts.engine,
+            run.folder,
+            [one for _, many in tapes for one in many],
+        )
         self.entries = canaries.entries(self.engine.compute_dtype)
         self.ranks_A = list(zip(*(attempts for attempts, _ in tapes), strict=True))
         self.first_A = [ranks[0] for ranks in self.ranks_A]
-        self.records, self.silent = self.folder.ledger.read_bytes(), sum(noted["silent"] for noted in self.first_A)
+        self.records, self.silent = (
+            self.folder.ledger.read_bytes(),
+            sum(noted["silent"] for noted in self.first_A),
+        )
         adaptive, self.sigma = audited.adaptive_clipping, audited.noise_multiplier
         self.bounds_A = np.full(len(self.ranks_A), audited.max_grad_norm)
         if adaptive is not None:
@@ -79,7 +91,9 @@ class Judge:
         first, exponent = np.frexp(self.plan.max_grad_norm)[1], run.ledger.opened["sum_exponent"]
         self.steps_A = np.ldexp(1.0, np.frexp(self.bounds_A)[1] - first - exponent)
         self.handed_AD = self.beside("handed")
-        self.whole_AD = np.rint(self.handed_AD * self.plan.expected_batch_size / self.steps_A[:, None])
+        self.whole_AD = np.rint(
+            self.handed_AD * self.plan.expected_batch_size / self.steps_A[:, None]
+        )
         self.sums_AD = self.whole_AD * self.steps_A[:, None]
         self.included_AN = np.zeros((len(self.ranks_A), self.plan.num_examples), dtype=bool)
         for included_N, ranks in zip(self.included_AN, self.ranks_A, strict=True):
@@ -97,7 +111,9 @@ class Judge:
 
     def beside(self, name: str) -> Floats:
         """(A, D): coordinates in the order of their owners."""
-        return np.stack([np.concatenate([noted[name] for noted in ranks]) for ranks in self.ranks_A])
+        return np.stack(
+            [np.concatenate([noted[name] for noted in ranks]) for ranks in self.ranks_A]
+        )
 
     def _factors(self, bound: float) -> tuple[Floats, Floats]:
         """(K,) factors of the entries; (N,) norms of whole gradients."""
@@ -122,7 +138,9 @@ class Judge:
         here = self.known_K & included_N[self.entries.canaries_K]
         values = factors_K[here] * self.entries.gains_K[here]
         loose = np.where(factors_K[here] == 1, 0.0, CLOSE) * np.abs(values)
-        sums_2D = [np.bincount(self.at_K[here], of, self.size).astype(np.float64) for of in (values, loose)]
+        sums_2D = [
+            np.bincount(self.at_K[here], of, self.size).astype(np.float64) for of in (values, loose)
+        ]
         return sums_2D[0], sums_2D[1]
 
     def report(self, **facts: str) -> AuditReport:
@@ -142,7 +160,10 @@ class Judge:
             moved += not np.array_equal(before_step.get(noted["step"], np.zeros(0)), before_D)
             before_step |= {noted["step"]: before_D, noted["step"] + 1: after_D}
         rest = f"{moved} attempts began with other weights than the step before them had left"
-        checks = [_at_most("weights_follow", off, 4, follow), _at_most("weights_rest", moved, 0, rest)]
+        checks = [
+            _at_most("weights_follow", off, 4, follow),
+            _at_most("weights_rest", moved, 0, rest),
+        ]
         checks += [*self.clipping(), *self.dealt()]
         checks += [*self.noise(), *self.charges()]
         checks += self.counts() if self.audited.adaptive_clipping is not None else []
@@ -159,8 +180,15 @@ class Judge:
 
         largest, furthest, mismatches, whole = 0.0, 0.0, 0, 0.0
         for index in range(self.silent):
-            sum_D, included_N, bound = self.sums_AD[index], self.included_AN[index], self.bounds_A[index]
-            (due_D, loose_D), all_N = self.due(included_N, bound), norms(self.due(np.ones_like(included_N), bound)[0])
+            sum_D, included_N, bound = (
+                self.sums_AD[index],
+                self.included_AN[index],
+                self.bounds_A[index],
+            )
+            (due_D, loose_D), all_N = (
+                self.due(included_N, bound),
+                norms(self.due(np.ones_like(included_N), bound)[0]),
+            )
             norms_N, apart_D = norms(sum_D), np.abs(sum_D - due_D)
             largest = max(largest, float(norms_N.max() / bound))
             mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
@@ -190,13 +218,20 @@ class Judge:
         # Attempts are counted by what the sandbox did, and not by what its ledger says.
         for ranks in self.ranks_A:
             step, session = ranks[0]["step"], ranks[0]["session"]
-            attempt, size = Attempt(nonces[session], step, before[step]), self.micro_batches[session]
+            attempt, size = (
+                Attempt(nonces[session], step, before[step]),
+                self.micro_batches[session],
+            )
             before[step] += 1
             num_rows = size * math.ceil(plan.max_batch_size / len(ranks) / size)
             dealt = second.deal(attempt, second.members(attempt)[1], num_rows, len(ranks))
             for (ids, rows), noted in zip(dealt, ranks, strict=True):
                 others += [] if np.array_equal(ids[rows.argsort()], noted["ids"]) else [step]
-                other_keys += int(((second.keys(attempt, noted["ids"]) & np.uint64(KEY_BITS)) != noted["keys"]).sum())
+                other_keys += int(
+                    (
+                        (second.keys(attempt, noted["ids"]) & np.uint64(KEY_BITS)) != noted["keys"]
+                    ).sum()
+                )
         where = f" (first at step {others[0]})" if others else ""
         members = f"{len(others)} times others reached a rank than a second sampler says, or in another order{where}"
         keys = f"{other_keys} examples came with another key than that of their identity, step and attempt"
@@ -209,16 +244,20 @@ class Judge:
     def noise(self) -> list[Check]:
         """Every number that the source gave is in the released sum once, is new, and of the stated Gaussian."""
         plan, sigma = self.plan, self.sigma
-        noisy, quiet_D, draws_AD = slice(self.silent, None), self.owner_D == -1, self.beside("draws")
+        noisy, quiet_D, draws_AD = (
+            slice(self.silent, None),
+            self.owner_D == -1,
+            self.beside("draws"),
+        )
         std_T1, sums_TD = sigma * self.bounds_A[noisy, None], self.sums_AD[noisy]
         z = sums_TD[:, quiet_D] / std_T1
         num_draws = [sum(noted["num_draws"] for noted in ranks) for ranks in self.ranks_A]
         ratio, fewest, most = float(np.sqrt((z**2).mean())), min(num_draws), max(num_draws)
-        whole = (
-            f"the released noise has {ratio:.5f} times the planned standard deviation {sigma:.6g} C ({z.size} values)"
-        )
+        whole = f"the released noise has {ratio:.5f} times the planned standard deviation {sigma:.6g} C ({z.size} values)"
         asked = f"the noise source was asked for {fewest} to {most} numbers a step over all ranks, for {self.size} coordinates"
-        each = [noted["num_draws"] == len(noted["after"]) for ranks in self.ranks_A for noted in ranks]
+        each = [
+            noted["num_draws"] == len(noted["after"]) for ranks in self.ranks_A for noted in ranks
+        ]
         asked_well = fewest == most == self.size and all(each)
         apart = self.handed_AD != self.sums_AD / plan.expected_batch_size
         deviations = [
@@ -240,28 +279,37 @@ class Judge:
         checks = [
             random_check("noise_variance", min(1.0, variance_p), whole, statistic=ratio),
             random_check("noise_tails", min(1.0, len(edges) * 2 * float(least_p)), tails),
-            fact("one_draw_per_coordinate", asked_well, asked, statistic=float(most), threshold=self.size),
+            fact(
+                "one_draw_per_coordinate",
+                asked_well,
+                asked,
+                statistic=float(most),
+                threshold=self.size,
+            ),
             _at_most("whole_steps", int(apart.sum()), 0, steps),
             _at_most("stated_deviation", off, 1e-9, scale),
         ]
         if not asked_well:
             return checks
-        found = [self.due(*pair) for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)]
+        found = [
+            self.due(*pair)
+            for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)
+        ]
         due_TD, loose_TD = (np.stack(column) for column in zip(*found, strict=True))
         drawn_TD, steps_T1 = draws_AD[noisy], self.steps_A[noisy, None]
         # Where one canary contributes, that was rounded to a step; a crowd's members are whole steps.
         is_alone_TD = (self.owner_D >= 0) & self.included_AN[noisy][:, self.owner_D]
         is_known_TD = ~(is_alone_TD & self.canaries.hostile_N[self.owner_D])
-        apart_TD = np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1) - loose_TD / steps_T1 - is_alone_TD
-        besides = float(apart_TD[is_known_TD].max())
-        reach = (
-            f"on every coordinate sums and the numbers drawn are released, and {max(besides, 0.0):.2g} steps besides"
+        apart_TD = (
+            np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1)
+            - loose_TD / steps_T1
+            - is_alone_TD
         )
+        besides = float(apart_TD[is_known_TD].max())
+        reach = f"on every coordinate sums and the numbers drawn are released, and {max(besides, 0.0):.2g} steps besides"
         # Where there is no gradient the optimizer gets noise alone.
         differing = int((self.whole_AD[noisy][:, quiet_D] != drawn_TD[:, quiet_D]).sum())
-        exact = (
-            f"where there is no gradient, {differing} of {z.size} released coordinates are not the very number drawn"
-        )
+        exact = f"where there is no gradient, {differing} of {z.size} released coordinates are not the very number drawn"
         # The numbers of silent steps did not reach the weights, but they must not come again either.
         # Of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are equal by
         # chance, but for the sign.
@@ -269,9 +317,7 @@ class Judge:
         spacing = float((self.steps_A / (sigma * self.bounds_A)).max())
         chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
         most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
-        equal = (
-            f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
-        )
+        equal = f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
         # A number of b > 24 bits has no more than 24 by chance once in 2^(b - 24).
         disguised = float((drawn_TD.astype(np.float32) == drawn_TD).mean())
         by_chance = float(np.minimum(1.0, 2.0 ** (24 - np.frexp(drawn_TD.astype(float))[1])).mean())
@@ -295,13 +341,23 @@ class Judge:
 
         ledger = self.folder.ledger
         of_ledger, of_folder = place(ledger), place(ledger.parent)
-        in_ledger = sorted((fsync.at, fsync.size) for fsync in self.fsyncs if fsync.place == of_ledger)
+        in_ledger = sorted(
+            (fsync.at, fsync.size) for fsync in self.fsyncs if fsync.place == of_ledger
+        )
         # A file that is gone may have had this inode. What is appended to only grows, so it begins after sizes fell.
-        falls = (number for number, (one, other) in enumerate(itertools.pairwise(in_ledger), 1) if other[1] < one[1])
+        falls = (
+            number
+            for number, (one, other) in enumerate(itertools.pairwise(in_ledger), 1)
+            if other[1] < one[1]
+        )
         in_ledger = in_ledger[max(falls, default=0) :]
-        intents: defaultdict[int, list[tuple[dict[str, Any], int]]] = defaultdict(list)  # and their ends, by step
+        intents: defaultdict[int, list[tuple[dict[str, Any], int]]] = defaultdict(
+            list
+        )  # and their ends, by step
         lines = self.records.splitlines(keepends=True)
-        for line, end in zip(map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True):
+        for line, end in zip(
+            map(json.loads, lines), itertools.accumulate(map(len, lines)), strict=True
+        ):
             if line["type"] == "intent":
                 intents[line["step"]].append((line, end))
         made = Counter(noted["step"] for noted in self.first_A)
@@ -309,30 +365,33 @@ class Judge:
         missing, differing = (made - charged).total(), (charged - made).total()
         released_A = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
         late, misstated, before = 0, 0, Counter[int]()
-        for noted, released, bound in zip(self.first_A, released_A, self.bounds_A.tolist(), strict=True):
+        for noted, released, bound in zip(
+            self.first_A, released_A, self.bounds_A.tolist(), strict=True
+        ):
             step, needed = noted["step"], math.inf  # of an attempt that was never charged
             if intents[step]:
                 line, needed = intents[step].pop(0)
-                misstated += line["attempt"] != before[step] or not self._states_the_plan(line["releases"], bound)
+                misstated += line["attempt"] != before[step] or not self._states_the_plan(
+                    line["releases"], bound
+                )
             before[step] += 1
             late += not any(at < released for at, size in in_ledger if size >= needed)
         counted = (
             f"{missing} attempts were made without a charge, {differing} charges are of no attempt that was made, and "
             f"{misstated} state another attempt, noise or C than the plan"
         )
-        order = (
-            f"in {late} attempts noise was drawn, or a sum left a process, before an fsync of the intent had returned"
-        )
+        order = f"in {late} attempts noise was drawn, or a sum left a process, before an fsync of the intent had returned"
         # A folder that was made durable before the file was in it does not hold the file's name. Its size says nothing of that:
         # some file systems count names in it, others blocks.
         in_folder = [fsync for fsync in self.fsyncs if fsync.place == of_folder]
         inode = ledger.stat().st_ino
-        named = any(fsync.at < min(released_A) and fsync.inodes.get(ledger.name) == inode for fsync in in_folder)
+        named = any(
+            fsync.at < min(released_A) and fsync.inodes.get(ledger.name) == inode
+            for fsync in in_folder
+        )
         name = f"the ledger's name is {'' if named else 'not '}durable before the first noise"
         least = min(noted["least_entropy"] for ranks in self.ranks_A for noted in ranks)
-        entropy = (
-            f"every draw of noise took at least {least} bytes from the entropy of the operating system, 16 are needed"
-        )
+        entropy = f"every draw of noise took at least {least} bytes from the entropy of the operating system, 16 are needed"
         return [
             _at_most("charged_attempts", missing + differing + misstated, 0, counted),
             _at_most("charge_before_release", late, 0, order),
@@ -343,7 +402,9 @@ class Judge:
     def _states_the_plan(self, releases: list[dict[str, Any]], bound: float) -> bool:
         """Whether an intent lists the gradient with the plan's noise, and no release beyond those of the plan."""
         gradient, expected = releases[0], {"std": self.sigma * bound, "sensitivity": bound}
-        is_stated = all(math.isclose(gradient[name], value, rel_tol=1e-9) for name, value in expected.items())
+        is_stated = all(
+            math.isclose(gradient[name], value, rel_tol=1e-9) for name, value in expected.items()
+        )
         return is_stated and len(releases) == 1 + (self.audited.adaptive_clipping is not None)
 
     def counts(self) -> list[Check]:
@@ -355,7 +416,9 @@ class Judge:
         adaptive = self.audited.adaptive_clipping
         assert adaptive is not None
         std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
-        for index, (noted, included_N) in enumerate(zip(self.first_A, self.included_AN, strict=True)):
+        for index, (noted, included_N) in enumerate(
+            zip(self.first_A, self.included_AN, strict=True)
+        ):
             (count, drawn, fraction, moved), bound = noted["count"], self.bounds_A[index]
             centred_N = np.clip((1 - self.factors[bound][1] / bound) / RAMP + 0.5, 0, 1) - 0.5
             # A hostile example counts -1/2, or 0 if it is not finite.
@@ -363,10 +426,15 @@ class Judge:
             honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + noise
             hostile = 0.5 * (included_N & self.canaries.hostile_N).sum()
             wrong.append(not honest - hostile - 1e-6 <= count <= honest + 1e-6)  # NaN is wrong too
-            exponent = -adaptive.clipbound_learning_rate * (fraction - adaptive.target_unclipped_quantile)
+            exponent = -adaptive.clipbound_learning_rate * (
+                fraction - adaptive.target_unclipped_quantile
+            )
             still += not math.isclose(moved, bound * math.exp(exponent), rel_tol=1e-9)
             draws.append(drawn)
-        silent, noisy = sum(wrong[: self.silent]), sum(wrong[self.silent :]) + len(draws) - len(set(draws))
+        silent, noisy = (
+            sum(wrong[: self.silent]),
+            sum(wrong[self.silent :]) + len(draws) - len(set(draws)),
+        )
         centred = f"without noise the centred count is that of members below C and above it, but in {silent} attempts"
         added = f"it is noised by sigma_b = {std:g} times one new number of the source, but in {noisy} attempts"
         follows = f"C follows from the noised count that was published, but in {still} attempts"

@@ -39,17 +39,29 @@ class Check:
 
 
 def fact(
-    name: str, good: bool, sentence: str, *, statistic: float | None = None, threshold: float | None = None
+    name: str,
+    good: bool,
+    sentence: str,
+    *,
+    statistic: float | None = None,
+    threshold: float | None = None,
 ) -> Check:
     """A check without chance: it holds or it does not."""
     return Check(name, "ok" if good else "violated", sentence, statistic, None, threshold)
 
 
 def random_check(
-    name: str, p_value: float, sentence: str, *, statistic: float | None = None, alpha: float = CHECK_ALPHA
+    name: str,
+    p_value: float,
+    sentence: str,
+    *,
+    statistic: float | None = None,
+    alpha: float = CHECK_ALPHA,
 ) -> Check:
     """A violation when `p_value`, already corrected for multiplicity, is below `alpha`; a NaN is no evidence of health."""
-    return Check(name, "ok" if p_value >= alpha else "violated", sentence, statistic, p_value, alpha)
+    return Check(
+        name, "ok" if p_value >= alpha else "violated", sentence, statistic, p_value, alpha
+    )
 
 
 def undecided(name: str, sentence: str) -> Check:
@@ -102,11 +114,16 @@ class AuditReport:
 
     def to_text(self) -> str:
         """One line per check, and the verdict."""
-        mark, lines = {"ok": "ok        ", "violated": "VIOLATED  ", "inconclusive": "undecided "}, []
+        mark, lines = (
+            {"ok": "ok        ", "violated": "VIOLATED  ", "inconclusive": "undecided "},
+            [],
+        )
         for check in self.checks:
             p_value = "" if check.p_value is None else f" [p = {check.p_value:.2g}]"
             lines.append(f"{mark[check.outcome]} {check.name}: {check.sentence}{p_value}")
-        lines += [f"{name}: {value}" for name, value in self.facts.items() if isinstance(value, str)]
+        lines += [
+            f"{name}: {value}" for name, value in self.facts.items() if isinstance(value, str)
+        ]
         rate = self.false_alarm_rate
         alarm = f"a correct run is {f'called violated with probability at most {rate:.0e}' if rate else 'never called violated'}"
         return "\n".join(map(printable, [*lines, f"audit {self.kind}: {self.verdict} ({alarm})"]))

@@ -57,7 +57,16 @@ from ..step import collectives
 from ..step.batches import Dealt
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
-from .canary_model import BOUNDS, EMBEDDING, KEY_BITS, PLACES, Canaries, CanaryModel, made_up, make_canaries
+from .canary_model import (
+    BOUNDS,
+    EMBEDDING,
+    KEY_BITS,
+    PLACES,
+    Canaries,
+    CanaryModel,
+    made_up,
+    make_canaries,
+)
 from .mechanism import Judge
 from .report import AuditReport
 
@@ -94,10 +103,14 @@ def audited_plan(run_dir: Path) -> PrivacyPlan:
     """
     require_ledger(run_dir)
     if not (run_dir / "config.toml").exists():
-        raise ConfigError(f"run folder {run_dir} has no config.toml, so nobody knows how its steps were taken")
+        raise ConfigError(
+            f"run folder {run_dir} has no config.toml, so nobody knows how its steps were taken"
+        )
     plan = read_ledger(run_dir / "ledger.jsonl").plan
     if not plan.enabled or plan.noise_multiplier == 0:
-        raise ConfigError(f"run folder {run_dir}: trained without noise, so there is no mechanism to audit")
+        raise ConfigError(
+            f"run folder {run_dir}: trained without noise, so there is no mechanism to audit"
+        )
     return plan
 
 
@@ -117,32 +130,63 @@ def is_of_a_loop(run_dir: Path) -> bool:
 def loop_audit(run_dir: Path, *, ranks: int | None = None) -> AuditReport:
     """Audits the mechanism of a loop of one's own; see `trainer.audit.sandbox.mechanism_audit`."""
     plan, config = audited_plan(run_dir), read_recipe(run_dir)
-    work = partial(_of_a_loop, plan, config["train"]["micro_batch_size"], config["optimizer"]["name"])
+    work = partial(
+        _of_a_loop, plan, config["train"]["micro_batch_size"], config["optimizer"]["name"]
+    )
     return in_processes(ranks or ranks_of(run_dir), work)
 
 
 def _of_a_loop(
-    plan: PrivacyPlan, micro_batch_size: int, optimizer: str, folder: Path, rank: int, ranks: int, port: int
+    plan: PrivacyPlan,
+    micro_batch_size: int,
+    optimizer: str,
+    folder: Path,
+    rank: int,
+    ranks: int,
+    port: int,
 ) -> AuditReport | None:
     """One process of the sandbox."""
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    return run_sandbox(plan, loop_side(optimizer), folder, micro_batch_size, words=f"a loop with {optimizer}")
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+        )
+    return run_sandbox(
+        plan, loop_side(optimizer), folder, micro_batch_size, words=f"a loop with {optimizer}"
+    )
 
 
 def loop_side(optimizer: str) -> Side:
     """Starts of a loop with an optimizer of that class."""
     kind, number = optimizer if optimizer in ALIKE else "SGD", integers(EMBEDDING)
 
-    def start(folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> OwnStart:
-        model, who = CanaryModel(), {"canaries_B": integers(len(canaries)), "keys_B": integers(KEY_BITS)}
-        example = Example({"gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, **who})
+    def start(
+        folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int
+    ) -> OwnStart:
+        model, who = (
+            CanaryModel(),
+            {"canaries_B": integers(len(canaries)), "keys_B": integers(KEY_BITS)},
+        )
+        example = Example(
+            {"gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, **who}
+        )
         return OwnStart(
-            model=model, optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]), loss=model, request=request,
-            reader=Reader(canaries, example, micro_batch_size), folder=RunFolder(folder / "run"), made_up=made_up(4),
-            learning_rate=None, num_workers=0, save_every=None, data_version="canaries", mirror=None, unit="one canary",
-            may_restart=False, starts_from=[], fallback=False,
-        )  # fmt: skip
+            model=model,
+            optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]),
+            loss=model,
+            request=request,
+            reader=Reader(canaries, example, micro_batch_size),
+            folder=RunFolder(folder / "run"),
+            made_up=made_up(4),
+            learning_rate=None,
+            num_workers=0,
+            save_every=None,
+            data_version="canaries",
+            mirror=None,
+            unit="one canary",
+            may_restart=False,
+            starts_from=[],
+            fallback=False,
+        )
 
     return start
 
@@ -169,19 +213,27 @@ def in_processes(ranks: int, work: Work, finish: Callable[[int], object] = os._e
             spawn(_rank, (work, ranks, port, Path(folder), finish), ranks)
         except ProcessException as error:
             last = str(error).strip().splitlines()[-1]
-            raise SandboxFailed(f"sandbox rank {error.error_index} did not end well: {last}") from error
+            raise SandboxFailed(
+                f"sandbox rank {error.error_index} did not end well: {last}"
+            ) from error
         report: AuditReport = pickle.loads((Path(folder) / "report").read_bytes())
     return report
 
 
-def _rank(rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Callable[[int], object]) -> None:
+def _rank(
+    rank: int, work: Work, ranks: int, port: int, folder: Path, finish: Callable[[int], object]
+) -> None:
     for name in list(os.environ):
         if name.startswith(("TORCHELASTIC", "OMPI_", "RANK", "LOCAL_RANK", "WORLD_SIZE")):
-            del os.environ[name]  # the audit may itself run under a launcher, whose ranks are not the sandbox's
+            del os.environ[
+                name
+            ]  # the audit may itself run under a launcher, whose ranks are not the sandbox's
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()):  # what a start says is about the sandbox, and stdout may be JSON
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ):  # what a start says is about the sandbox, and stdout may be JSON
         report = work(folder, rank, ranks, port)
     if report is not None:
         (folder / "report").write_bytes(pickle.dumps(report))
@@ -274,7 +326,9 @@ class Tape(Watcher):
             with contextlib.suppress(FileNotFoundError):  # it is being removed
                 inodes[name] = os.stat(name, dir_fd=file, follow_symlinks=False).st_ino
         original(file)
-        self.fsyncs.append(Fsync((status.st_dev, status.st_ino), time.monotonic_ns(), status.st_size, inodes))
+        self.fsyncs.append(
+            Fsync((status.st_dev, status.st_ino), time.monotonic_ns(), status.st_size, inodes)
+        )
 
     # The noise source may ask for entropy through this function alone, which `privacy/noise.py` does; a source that is seeded
     # otherwise takes none, and is found by that.
@@ -303,14 +357,23 @@ class Tape(Watcher):
         return step > self.last
 
     def take(
-        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+        self,
+        plan: Dealt,
+        batches: Iterator[MicroBatch],
+        step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
-        run, clipped, is_killed = self.run, self.run.mechanism.clipped, self.session == 0 and plan.step == self.last
+        run, clipped, is_killed = (
+            self.run,
+            self.run.mechanism.clipped,
+            self.session == 0 and plan.step == self.last,
+        )
         self._begin()  # a start may have reduced made-up sums
         # Silent steps show the clipped sums exactly; the noise is drawn all the same, and its numbers are kept.
         self._is_silent = plan.step <= self._num_silent
         if clipped.adaptive is not None:
-            clipped.max_grad_norm = run.plan.max_grad_norm * BOUNDS[len(self.attempts) % len(BOUNDS)]
+            clipped.max_grad_norm = (
+                run.plan.max_grad_norm * BOUNDS[len(self.attempts) % len(BOUNDS)]
+            )
         before = self._weights()
         with ExitStack() as around:
             watch = partial(self._step, run.parts.engine.step)
@@ -344,18 +407,29 @@ class Tape(Watcher):
         # A source that was asked for another number leaves no numbers that could be laid beside the coordinates.
         self.attempts.append(
             {
-                "step": plan.step, "session": self.session, "silent": self._is_silent, "before": before,
-                "after": after, "draws": drawn if len(drawn) == len(after) else np.zeros(len(after), np.int64),
-                "num_draws": len(drawn), "deviations": self._deviations, "handed": self._handed, "ids": ids,
-                "keys": keys.view(np.uint64), "count": count,
-                "released_at": self._released_at, "least_entropy": self._least_entropy,
+                "step": plan.step,
+                "session": self.session,
+                "silent": self._is_silent,
+                "before": before,
+                "after": after,
+                "draws": drawn if len(drawn) == len(after) else np.zeros(len(after), np.int64),
+                "num_draws": len(drawn),
+                "deviations": self._deviations,
+                "handed": self._handed,
+                "ids": ids,
+                "keys": keys.view(np.uint64),
+                "count": count,
+                "released_at": self._released_at,
+                "least_entropy": self._least_entropy,
             }
-        )  # fmt: skip
+        )
 
 
 def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
     """What this rank owns, side by side, in fp64, in which sums and noise are added; a rank may own nothing."""
-    return np.concatenate([np.zeros(0), *(tensor.detach().cpu().double().numpy().ravel() for tensor in tensors)])
+    return np.concatenate(
+        [np.zeros(0), *(tensor.detach().cpu().double().numpy().ravel() for tensor in tensors)]
+    )
 
 
 def run_sandbox(
@@ -384,14 +458,18 @@ def run_sandbox(
     canaries = make_canaries(num_single, audited.max_grad_norm)
     # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little noise
     # is no reason to refuse it.
-    same = "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping"
+    same = (
+        "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping"
+    )
     request = PlanRequest(
-        num_examples=len(canaries), expected_batch_size=round(SAMPLE_RATE * len(canaries)),
-        num_steps=silent_steps + noisy_steps, allow_small_noise=True,
+        num_examples=len(canaries),
+        expected_batch_size=round(SAMPLE_RATE * len(canaries)),
+        num_steps=silent_steps + noisy_steps,
+        allow_small_noise=True,
         sensitivity_slack=SENSITIVITY_SLACK if audited.arithmetic == "floating" else 0.0,
         informal_reasons=("it is a sandbox of an audit",),
         **{name: getattr(audited, name) for name in same.split()},
-    )  # fmt: skip
+    )
     # An eighth of the examples is not in the data, whatever the sampler chooses.
     coins = collectives.broadcast_object([secrets.randbelow(8) > 0 for _ in range(len(canaries))])
     present_N = np.array(coins) | canaries.crowd_N
@@ -399,16 +477,22 @@ def run_sandbox(
     sizes = micro_batch_size, LARGE, micro_batch_size
     ends = silent_steps - 2, silent_steps + noisy_steps // 2, num_steps
 
-    def build(original: Callable[..., Parts], plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+    def build(
+        original: Callable[..., Parts], plan: PrivacyPlan, resumed: Checkpoint | None
+    ) -> Parts:
         """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""
-        return replace(original(plan, resumed), noise=tape, save_every=num_steps, in_background=False)
+        return replace(
+            original(plan, resumed), noise=tape, save_every=num_steps, in_background=False
+        )
 
     with tape.watch():
         for tape.session, (size, tape.last) in enumerate(zip(sizes, ends, strict=True)):
             with contextlib.suppress(_Ended), ExitStack() as around:
                 start = side(folder, canaries, request, size)
                 around.callback(start.folder.release)
-                opening = partial(open_ledger, start.folder, lambda _: request, lambda: b"canaries", mirror=None)
+                opening = partial(
+                    open_ledger, start.folder, lambda _: request, lambda: b"canaries", mirror=None
+                )
                 opening = partial(opening, described=lambda *_: {})
                 around.enter_context(mock.patch.object(start, "open_ledger", opening))
                 around.enter_context(mock.patch.object(start, "build", partial(build, start.build)))

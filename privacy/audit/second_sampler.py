@@ -65,7 +65,11 @@ class SecondSampler:
         for first in range(0, (n + 1) // 2, _BLOCKS):
             blocks = np.arange(first, min(first + _BLOCKS, (n + 1) // 2))
             drawn = _words(key, attempt.step, blocks)[: n - 2 * first]
-            heads = np.arange(len(drawn)) if threshold >= 2**64 else np.flatnonzero(drawn < np.uint64(threshold))
+            heads = (
+                np.arange(len(drawn))
+                if threshold >= 2**64
+                else np.flatnonzero(drawn < np.uint64(threshold))
+            )
             ids.append(heads + 2 * first)
             words.append(drawn[heads])
         chosen, values = np.concatenate(ids), np.concatenate(words)
@@ -75,7 +79,12 @@ class SecondSampler:
         return chosen, np.sort(chosen[np.argsort(values, kind="stable")[: self.cap]])
 
     def deal(
-        self, attempt: Attempt, members: Ids, rows_per_rank: int, world_size: int, nodes: Sequence[int] = ()
+        self,
+        attempt: Attempt,
+        members: Ids,
+        rows_per_rank: int,
+        world_size: int,
+        nodes: Sequence[int] = (),
     ) -> list[tuple[Ids, Ids]]:
         """Gives each rank its members in rising order, and where they stand among its rows.
 
@@ -88,8 +97,12 @@ class SecondSampler:
         at = np.arange(rows_per_rank * world_size)
         if len(at) < len(members) or len(nodes) not in (0, world_size):
             raise ValueError("not every member has a row")
-        drawn = _words(self._key(b"rows of members v1\0", attempt), attempt.step, at // 2).reshape(-1, 2)
-        words = drawn[at, at % 2]  # two equal ones, for which the trainer draws all again, come once in 2^64 pairs
+        drawn = _words(self._key(b"rows of members v1\0", attempt), attempt.step, at // 2).reshape(
+            -1, 2
+        )
+        words = drawn[
+            at, at % 2
+        ]  # two equal ones, for which the trainer draws all again, come once in 2^64 pairs
         rows = np.argsort(words)[: len(members)]
         if nodes:
             of_row = np.repeat(nodes, rows_per_rank)

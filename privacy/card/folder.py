@@ -19,14 +19,26 @@ from ..files.public import PUBLIC_FILES, read_public, require_ledger, survey
 from ..files.toml_text import parse_toml
 from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
-from .model import STATEMENTS, AuditResult, Checkpoint, DataSet, HeldoutLoss, PrivacyCard, PublicData, Stated, Utility
+from .model import (
+    STATEMENTS,
+    AuditResult,
+    Checkpoint,
+    DataSet,
+    HeldoutLoss,
+    PrivacyCard,
+    PublicData,
+    Stated,
+    Utility,
+)
 from .render import to_html, to_markdown
 from .report import LedgerSnapshot, make_card, read_snapshot, with_files
 
 _FACTS = TypeAdapter(dict[str, JsonValue])
 
 
-def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None = None) -> PrivacyCard:
+def build_card(
+    run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None = None
+) -> PrivacyCard:
     """The card of `run_dir`.
 
     Args:
@@ -38,15 +50,26 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
     """
     ledger = require_ledger(run_dir)
     if ledger.is_symlink():
-        raise ConfigError(f"{ledger}: is no regular file, and no link is followed: put the ledger itself there")
+        raise ConfigError(
+            f"{ledger}: is no regular file, and no link is followed: put the ledger itself there"
+        )
     recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
     if recipe and "head" not in snapshot.state.opened:
         require_as_asked(run_dir, recipe)
     card = make_card(snapshot, str(ledger))
-    data, unit, tuning, public = recipe.get("data", {}), card.unit_of_privacy, card.tuning.stated, PublicData()
-    data_set = DataSet(**{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields})
+    data, unit, tuning, public = (
+        recipe.get("data", {}),
+        card.unit_of_privacy,
+        card.tuning.stated,
+        PublicData(),
+    )
+    data_set = DataSet(
+        **{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields}
+    )
     # Where the ledger states something itself, its words count.
-    deduplication = unit.deduplication if unit.deduplication.text else _stated(data.get("deduplication"))
+    deduplication = (
+        unit.deduplication if unit.deduplication.text else _stated(data.get("deduplication"))
+    )
     tuning = tuning if tuning.text else _stated(recipe.get("privacy", {}).get("tuning"))
     warnings, last = list(card.warnings), card.released.last_checkpoint
     if last is not None and last.name is not None:
@@ -56,15 +79,23 @@ def build_card(run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None =
         public = start_of_a_loop(recipe)
     summary, warning = _read_shared_ledger(recipe, snapshot)
     audits = read_audits(run_dir)
-    warnings += [*warning, *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent")]
+    warnings += [
+        *warning,
+        *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent"),
+    ]
     left_out = [one for one in survey(run_dir).left_out.items() if PUBLIC_FILES.fullmatch(one[0])]
     warnings += [f"The card does not read {name}: {reason}." for name, reason in left_out]
     return with_files(
-        card, run_name=_as_json(run_dir.resolve().name), warnings=warnings, public_data=public, audits=audits,
-        released=card.released.updated(last_checkpoint=last), utility=read_utility(run_dir),
+        card,
+        run_name=_as_json(run_dir.resolve().name),
+        warnings=warnings,
+        public_data=public,
+        audits=audits,
+        released=card.released.updated(last_checkpoint=last),
+        utility=read_utility(run_dir),
         unit_of_privacy=unit.updated(data_set=data_set, deduplication=deduplication),
         tuning=card.tuning.updated(stated=tuning, shared_summary=summary),
-    )  # fmt: skip
+    )
 
 
 def _as_json(name: str) -> str:
@@ -81,7 +112,9 @@ def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
         with contextlib.suppress(verify.Undecided):
             verify.compare_plan(verify.read_ledger(run_dir / "ledger.jsonl"), recipe)
     except (verify.Violated, verify.BadInput, *verify.OF_ODD_FIELDS) as error:
-        raise PrivacyStateRefused(f"{run_dir}: {error}: one of the two was changed; restore it") from error
+        raise PrivacyStateRefused(
+            f"{run_dir}: {error}: one of the two was changed; restore it"
+        ) from error
 
 
 def _stated(text: object) -> Stated:
@@ -96,18 +129,26 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
     with refusing(f"{folder}: cannot write the privacy card", ConfigError):
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
-            raise ConfigError(f"{folder} is a symbolic link, and none is followed: give the run folder one of its own")
-        for path, text in zip(paths, (card.to_json(indent=1) + "\n", to_markdown(card), to_html(card)), strict=True):
+            raise ConfigError(
+                f"{folder} is a symbolic link, and none is followed: give the run folder one of its own"
+            )
+        for path, text in zip(
+            paths, (card.to_json(indent=1) + "\n", to_markdown(card), to_html(card)), strict=True
+        ):
             replace_file(path, text.encode())
     return paths
 
 
 def start_of_a_loop(recipe: Mapping[str, Any]) -> PublicData:
     """What a loop of one's own says of its initial weights (`PrivateLoop(starts_from=...)`)."""
-    if not recipe or "model" in recipe:  # a private head, or a run of the trainer, whose manifests say it
+    if (
+        not recipe or "model" in recipe
+    ):  # a private head, or a run of the trainer, whose manifests say it
         return PublicData()
     said = recipe.get("init", {}).get("starts_from", "unsaid")
-    return PublicData(statement=STATEMENTS[f"starts_from_{said if said in ('public', 'unsaid') else 'runs'}"])
+    return PublicData(
+        statement=STATEMENTS[f"starts_from_{said if said in ('public', 'unsaid') else 'runs'}"]
+    )
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any]:
@@ -122,9 +163,14 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
         return {}
     except (ValueError, RecursionError):
         recipe = {"data": "none"}
-    if all(isinstance(recipe.get(section, {}), dict) for section in ("data", "privacy", "train", "optimizer")):
+    if all(
+        isinstance(recipe.get(section, {}), dict)
+        for section in ("data", "privacy", "train", "optimizer")
+    ):
         return recipe
-    raise PrivacyStateRefused(f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it")
+    raise PrivacyStateRefused(
+        f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it"
+    )
 
 
 def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
@@ -136,9 +182,13 @@ def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
         try:
             stated = from_json(read_public(run_dir, file))
             result = AuditResult(
-                file=file, kind=stated["audit"], verdict=stated["verdict"], date_utc=stated.get("date_utc"),
-                of_this_ledger=stated.get("ledger_sha256") == ledger, violated_checks=stated.get("violated_checks", []),
-            )  # fmt: skip
+                file=file,
+                kind=stated["audit"],
+                verdict=stated["verdict"],
+                date_utc=stated.get("date_utc"),
+                of_this_ledger=stated.get("ledger_sha256") == ledger,
+                violated_checks=stated.get("violated_checks", []),
+            )
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             result = AuditResult(file=_as_json(file), kind="unknown", verdict="unreadable")
         results.append(result)
@@ -159,12 +209,18 @@ def read_utility(run_dir: Path) -> Utility:
             value = from_json(line)
         except ValueError:
             continue
-        if isinstance(value, dict) and type(step := value.get("step")) is int and 0 <= step < 1 << 53:
+        if (
+            isinstance(value, dict)
+            and type(step := value.get("step")) is int
+            and 0 <= step < 1 << 53
+        ):
             # NaN, Infinity, or anything else may be there.
             found: list[Any] = [value.get(name) for name in ("loss", "blind_loss", "shuffled_loss")]
             good = [x if type(x) in (int, float) and abs(x) < 1e300 else None for x in found]
             losses = [earlier for earlier in losses if earlier.step < step]
-            losses.append(HeldoutLoss(step=step, loss=good[0], blind_loss=good[1], shuffled_loss=good[2]))
+            losses.append(
+                HeldoutLoss(step=step, loss=good[0], blind_loss=good[1], shuffled_loss=good[2])
+            )
     return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses))
 
 
@@ -179,7 +235,11 @@ def _read_manifest(
     except (OSError, ValueError):  # ValueError: no name of a file
         return None, public, []  # deleted or moved elsewhere, which is anybody's right
     matches = hashlib.sha256(content).hexdigest() == last.manifest_sha256
-    found = [] if matches else [f"The manifest of checkpoint {last.name} is not the one that the ledger recorded."]
+    found = (
+        []
+        if matches
+        else [f"The manifest of checkpoint {last.name} is not the one that the ledger recorded."]
+    )
     known, facts = ("run", "initialisation", "training_data", "tokenizer_sha256"), {}
     with contextlib.suppress(ValidationError):
         facts = {key: value for key, value in _FACTS.validate_json(content).items() if key in known}
@@ -188,16 +248,23 @@ def _read_manifest(
     try:
         statement = start(facts)
     except (TypeError, ValueError, KeyError, AttributeError):
-        found.append(f"The manifest of checkpoint {last.name} does not say what the model started from.")
+        found.append(
+            f"The manifest of checkpoint {last.name} does not say what the model started from."
+        )
         return matches, public, found
     if "tokenizer_sha256" in facts:
         statement += " The tokenizer counts as public: no private caption may have shaped it."
     return matches, PublicData(statement=statement, file=file, attested=matches, facts=facts), found
 
 
-def _read_shared_ledger(recipe: dict[str, Any], snapshot: LedgerSnapshot) -> tuple[dict[str, Any] | None, list[str]]:
+def _read_shared_ledger(
+    recipe: dict[str, Any], snapshot: LedgerSnapshot
+) -> tuple[dict[str, Any] | None, list[str]]:
     """(budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names; warnings)."""
-    identity, path = snapshot.state.opened.get("shared_ledger"), recipe.get("privacy", {}).get("shared_ledger")
+    identity, path = (
+        snapshot.state.opened.get("shared_ledger"),
+        recipe.get("privacy", {}).get("shared_ledger"),
+    )
     if identity is None or not isinstance(path, str) or not path:
         return None, []
     try:
@@ -205,7 +272,9 @@ def _read_shared_ledger(recipe: dict[str, Any], snapshot: LedgerSnapshot) -> tup
             raise OSError("it is no file")
         summary = SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
         if summary["identity"] != identity:
-            return None, ["The shared ledger that config.toml names is not the one in the run's ledger."]
+            return None, [
+                "The shared ledger that config.toml names is not the one in the run's ledger."
+            ]
         SharedLedger(path).require_remembered(snapshot.state, SharedLedger(path).look())
     except (PrivacyStateRefused, PrivacyConfigError, ValueError, OSError):
         return None, ["The shared ledger that the run belongs to cannot be read, or is broken."]

@@ -27,11 +27,23 @@ INK, LINE, SOFT, FIRST, SECOND = "#010203", "#040506", "#07080a", "#0a0b0c", "#0
 COLOURS = {INK: "--ink", LINE: "--line", SOFT: "--soft", FIRST: "--first", SECOND: "--warn"}
 # Text stays text, so that it can be searched, and takes the page's own font. A fixed salt: the same card gives the same bytes.
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "font.size": 10.0, "legend.fontsize": 9.0, "legend.frameon": False, "axes.grid": True,
-    "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK,
-    "axes.labelcolor": INK, "axes.edgecolor": SOFT, "xtick.color": INK, "ytick.color": INK, "grid.color": LINE,
-    "xtick.minor.size": 0.0, "svg.hashsalt": "trade-off",
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "font.size": 10.0,
+    "legend.fontsize": 9.0,
+    "legend.frameon": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": SOFT,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": LINE,
+    "xtick.minor.size": 0.0,
+    "svg.hashsalt": "trade-off",
+}
 _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 """What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
 
@@ -39,7 +51,9 @@ _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
 def one_line(value: object) -> str:
     """Plain text without line breaks; a character that shows nothing, or turns the direction of the text, is a U+FFFD."""
     words = " ".join(str(value).split())
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words)
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words
+    )
 
 
 def escape(line: str) -> str:
@@ -75,7 +89,9 @@ def code(value: object) -> Markdown:
 def prose(text: str) -> Markdown:
     """A statement of the card: plain text with code spans."""
     parts = re.split(r"(`[^`|\\]+`)", one_line(text))
-    return Markdown("".join(part if number % 2 else escape(part) for number, part in enumerate(parts)))
+    return Markdown(
+        "".join(part if number % 2 else escape(part) for number, part in enumerate(parts))
+    )
 
 
 def escaped(value: object) -> str:
@@ -97,7 +113,10 @@ def keys(value: object) -> Markdown:
     """A value of JSON on one line; an object as its names and values."""
     if not isinstance(value, Mapping):
         return code("none" if value is None else value)
-    items = {name: json.dumps(item) if isinstance(item, dict | list) else item for name, item in value.items()}
+    items = {
+        name: json.dumps(item) if isinstance(item, dict | list) else item
+        for name, item in value.items()
+    }
     return Markdown(", ".join(f"{cell(name)} {code(item)}" for name, item in items.items()))
 
 
@@ -105,8 +124,13 @@ def keys(value: object) -> Markdown:
 def _template(name: str, *, is_html: bool) -> jinja2.Template:
     import jinja2
 
-    loader, shown = jinja2.FileSystemLoader(Path(__file__).parent / "templates"), None if is_html else escaped
-    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, finalize=shown)
+    loader, shown = (
+        jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        None if is_html else escaped,
+    )
+    environment = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, finalize=shown
+    )
     environment.autoescape, environment.trim_blocks, environment.lstrip_blocks = is_html, True, True
     filters = (code, prose, number, epsilon, percent, keys, one_line, rounded_down, rounded_up)
     environment.filters |= {function.__name__: function for function in filters}
@@ -124,7 +148,9 @@ def to_html(card: PrivacyCard) -> str:
     from markdown_it import MarkdownIt
 
     page = MarkdownIt("commonmark", {"html": False}).enable("table").render(to_markdown(card))
-    return _template("card.html.j2", is_html=True).render(card=card, page=page, plot=trade_off(card))
+    return _template("card.html.j2", is_html=True).render(
+        card=card, page=page, plot=trade_off(card)
+    )
 
 
 def trade_off(card: PrivacyCard) -> str:
@@ -141,9 +167,17 @@ def trade_off(card: PrivacyCard) -> str:
         axes = figure.subplots()
         axes.semilogx(rates, bounds, color=FIRST, label="no attack can be above")
         axes.semilogx(rates, rates, color=SOFT, linestyle="--", label="guessing")
-        axes.plot([float(rate) for rate in attack.true_positive], [*attack.true_positive.values()], "o", color=SECOND)
+        axes.plot(
+            [float(rate) for rate in attack.true_positive],
+            [*attack.true_positive.values()],
+            "o",
+            color=SECOND,
+        )
         axes.set(
-            xlim=(rates[0], 1), ylim=(0, 1.05), xlabel="false-positive rate (log scale)", ylabel="true-positive rate"
+            xlim=(rates[0], 1),
+            ylim=(0, 1.05),
+            xlabel="false-positive rate (log scale)",
+            ylabel="true-positive rate",
         )
         axes.legend(loc="upper left")
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

@@ -65,7 +65,9 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
     whole = [line for line in lines if not is_torn(line)]
     num_torn = len(lines) - len(whole) + bool(tail)
     records = [json.loads(line) for line in whole]
-    return LedgerSnapshot(state, records, hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent)
+    return LedgerSnapshot(
+        state, records, hash_line(lines[-1]), num_torn, bool(tail), Path(path).parent
+    )
 
 
 def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
@@ -82,10 +84,15 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
     state, plan, opened = snapshot.state, snapshot.state.plan, snapshot.state.opened
     try:
         head = Head.model_validate(opened["head"]) if "head" in opened else None
-        words, checkpoints = "released" if head is None else "released_head", snapshot.of_type("checkpoint")
+        words, checkpoints = (
+            "released" if head is None else "released_head",
+            snapshot.of_type("checkpoint"),
+        )
         last = checkpoints[-1] if checkpoints else None
         deduplication, tuning = (
-            Stated(text=opened[key], file="ledger.jsonl", attested=True) if opened.get(key) else Stated()
+            Stated(text=opened[key], file="ledger.jsonl", attested=True)
+            if opened.get(key)
+            else Stated()
             for key in ("deduplication", "tuning")
         )
         carried = _composition(snapshot.run_dir, state)
@@ -94,25 +101,42 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
         finished = plan.num_steps if state.closed == "finished" else None
         card = PrivacyCard(
             formal_guarantee=plan.formal_guarantee,
-            reasons=plan.reasons, epsilon=numbers.epsilon if carried is None else carried.epsilon,
-            delta=plan.target_delta if carried is None else carried.delta, composition=carried,
-            steps_done=state.last_done_step if plan.enabled else finished, steps_planned=plan.num_steps,
-            attempts_charged=state.num_charged, warnings=(), not_stated=(),
+            reasons=plan.reasons,
+            epsilon=numbers.epsilon if carried is None else carried.epsilon,
+            delta=plan.target_delta if carried is None else carried.delta,
+            composition=carried,
+            steps_done=state.last_done_step if plan.enabled else finished,
+            steps_planned=plan.num_steps,
+            attempts_charged=state.num_charged,
+            warnings=(),
+            not_stated=(),
             released=model.Released(
-                statement=STATEMENTS[words if plan.formal_guarantee else "released_without_guarantee"],
+                statement=STATEMENTS[
+                    words if plan.formal_guarantee else "released_without_guarantee"
+                ],
                 checkpoints_recorded=len(checkpoints),
-                last_checkpoint=None if last is None else model.Checkpoint(
+                last_checkpoint=None
+                if last is None
+                else model.Checkpoint(
                     step=last["step"], name=last.get("path"), manifest_sha256=last["digest"]
                 ),
             ),
             unit_of_privacy=model.UnitOfPrivacy(
-                unit=opened.get("unit", "one image-text pair" if head is None else "one labelled example"),
-                num_examples=plan.num_examples, deduplication=deduplication,
+                unit=opened.get(
+                    "unit", "one image-text pair" if head is None else "one labelled example"
+                ),
+                num_examples=plan.num_examples,
+                deduplication=deduplication,
             ),
-            plan={name: value for name, value in opened["plan"].items() if name != "target_epsilon"},
-            mechanism=_mechanism(snapshot, head), sampling=_sampling(snapshot, head), accounting=numbers,
-            tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")), provenance=_provenance(snapshot),
-        )  # fmt: skip
+            plan={
+                name: value for name, value in opened["plan"].items() if name != "target_epsilon"
+            },
+            mechanism=_mechanism(snapshot, head),
+            sampling=_sampling(snapshot, head),
+            accounting=numbers,
+            tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")),
+            provenance=_provenance(snapshot),
+        )
     except ValidationError as error:
         first, place = error.errors()[0], ".".join(map(str, error.errors()[0]["loc"]))
         raise PrivacyStateRefused(
@@ -135,18 +159,27 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     """What is done to the data. Two mechanisms write ledgers: DP-SGD, and the private heads of evaluation/private_head/."""
     plan = snapshot.state.plan
     released: dict[str, list[dict[str, Any]]] = {}
-    for release in (release for intent in snapshot.of_type("intent") for release in intent["releases"]):
+    for release in (
+        release for intent in snapshot.of_type("intent") for release in intent["releases"]
+    ):
         released.setdefault(release["name"], []).append(release)
     bounds = {name: [one["sensitivity"] for one in found] for name, found in released.items()}
     releases = tuple(
         model.Release(
-            name=name, count=len(found), smallest_noise_multiplier=min(noise_multiplier_of([one]) for one in found),
-            smallest_sensitivity=min(bounds[name]), largest_sensitivity=max(bounds[name]), last_sensitivity=bounds[name][-1],
+            name=name,
+            count=len(found),
+            smallest_noise_multiplier=min(noise_multiplier_of([one]) for one in found),
+            smallest_sensitivity=min(bounds[name]),
+            largest_sensitivity=max(bounds[name]),
+            last_sensitivity=bounds[name][-1],
         )
         for name, found in released.items()
-    )  # fmt: skip
+    )
     if head is not None:
-        name, statement = f"{head.method}: a linear head from noised statistics of features", STATEMENTS["head"]
+        name, statement = (
+            f"{head.method}: a linear head from noised statistics of features",
+            STATEMENTS["head"],
+        )
     elif plan.enabled:
         name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
         clipping = plan.options["clipping_function"]
@@ -157,10 +190,16 @@ def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
     else:
         name, statement = "No mechanism", STATEMENTS["no_mechanism"]
     return model.Mechanism(
-        name=name, head=head, noise_multiplier_accounted=plan.effective_noise_multiplier,
-        settings=() if head is not None else [row for option in plan.options.values() for row in option.rows(plan)],
-        releases=releases, statement=statement, drawn_noise=noise_seen(snapshot.records)[0],
-    )  # fmt: skip
+        name=name,
+        head=head,
+        noise_multiplier_accounted=plan.effective_noise_multiplier,
+        settings=()
+        if head is not None
+        else [row for option in plan.options.values() for row in option.rows(plan)],
+        releases=releases,
+        statement=statement,
+        drawn_noise=noise_seen(snapshot.records)[0],
+    )
 
 
 def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
@@ -168,13 +207,19 @@ def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
     if head is not None:
         statement = STATEMENTS["full_batch"]
     else:
-        unsure = "" if plan.formal_guarantee else "The plan says this, unless a reason above says otherwise."
+        unsure = (
+            ""
+            if plan.formal_guarantee
+            else "The plan says this, unless a reason above says otherwise."
+        )
         sentences = [option.sampling_statement for option in reversed(plan.options.values())]
         statement = " ".join(filter(None, [unsure, *sentences]))
     return model.Sampling(
         scheme=plan.options["sampling"].name if head is None else "full batch",
-        key_commitment_sha256=opened["key_commitment"], data_hmac_sha256=opened.get("data_hmac"), statement=statement,
-    )  # fmt: skip
+        key_commitment_sha256=opened["key_commitment"],
+        data_hmac_sha256=opened.get("data_hmac"),
+        statement=statement,
+    )
 
 
 def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
@@ -183,16 +228,23 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     delta, tail = plan.accounted_delta, plan.noise_tail_delta
     used = "by_rdp" if delta < accounting.PLD_SMALLEST_DELTA else "by_pld"
     attempts = model.Attempts(
-        charged=state.num_charged, allowed=plan.max_intents, done=len(snapshot.of_type("done")), torn_lines=snapshot.num_torn,
-        repeats=sum(intent.attempt > 0 for intent in state.intents), torn_lines_charged=state.charged_torn,
-    )  # fmt: skip
+        charged=state.num_charged,
+        allowed=plan.max_intents,
+        done=len(snapshot.of_type("done")),
+        torn_lines=snapshot.num_torn,
+        repeats=sum(intent.attempt > 0 for intent in state.intents),
+        torn_lines_charged=state.charged_torn,
+    )
     numbers = model.Accounting(
-        delta=plan.target_delta, attempts=attempts,
-        accountant_at_opening=state.opened.get("accountant"), accountant=accounting.accountant_version(),
-        accountant_python=platform.python_version(), epsilon_group=dict.fromkeys(map(str, GROUP_SIZES)),
+        delta=plan.target_delta,
+        attempts=attempts,
+        accountant_at_opening=state.opened.get("accountant"),
+        accountant=accounting.accountant_version(),
+        accountant_python=platform.python_version(),
+        epsilon_group=dict.fromkeys(map(str, GROUP_SIZES)),
         statement=STATEMENTS[used if plan.formal_guarantee else "no_account"],
         max_examples_per_owner=state.opened.get("max_examples_per_owner"),
-    )  # fmt: skip
+    )
     if not plan.formal_guarantee:
         return numbers
     groups = state.charged_groups()
@@ -200,13 +252,20 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     planned, _ = accounting.claimed_epsilon([plan.release_group(plan.num_steps)], delta)
     reserve, _ = accounting.claimed_epsilon([plan.release_group(plan.max_intents)], delta)
     numbers = numbers.updated(
-        epsilon=claim, value_interval=interval, noise_tail_delta=tail or None, epsilon_target=plan.target_epsilon,
-        epsilon_planned=planned, epsilon_with_reserve=reserve, epsilon_rdp=accounting.epsilon_rdp(groups, delta),
-    )  # fmt: skip
+        epsilon=claim,
+        value_interval=interval,
+        noise_tail_delta=tail or None,
+        epsilon_target=plan.target_epsilon,
+        epsilon_planned=planned,
+        epsilon_with_reserve=reserve,
+        epsilon_rdp=accounting.epsilon_rdp(groups, delta),
+    )
     if claim > accounting.LARGEST_DETAILED_EPSILON:
         return numbers
     if groups:
-        risk = risk_of(accounting.loss_distribution(groups, accounting.COARSE_INTERVAL), tail, CURVE_RATES)
+        risk = risk_of(
+            accounting.loss_distribution(groups, accounting.COARSE_INTERVAL), tail, CURVE_RATES
+        )
         curve = risk["true_positive_rates"]
         rates = {f"{rate:g}": bound for rate, bound in curve if rate in FALSE_POSITIVE_RATES}
         attack = model.Attack(advantage=risk["advantage"], true_positive=rates, curve=curve)
@@ -223,7 +282,9 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     return numbers.updated(
         epsilon_owner=None if owner is None else epsilon_of_several(plan, groups, owner, guide),
         epsilon_replace_one=accounting.epsilon_replace_one(groups, delta, guide),
-        epsilon_group={str(size): epsilon_of_several(plan, groups, size, guide) for size in GROUP_SIZES},
+        epsilon_group={
+            str(size): epsilon_of_several(plan, groups, size, guide) for size in GROUP_SIZES
+        },
         epsilon_prv=bracket,
         prv_accountant=f"prv-accountant {version('prv-accountant')}",
     )
@@ -243,23 +304,32 @@ def _composition(run_dir: Path, state: LedgerState) -> model.Composition | None:
     if not behind or not state.plan.formal_guarantee:
         return None
     states = [state, *states_behind(run_dir, state.opened)]
-    names = [("this run", "ledger.jsonl"), *((str(place["run"]), str(place["file"])) for place in behind)]
+    names = [
+        ("this run", "ledger.jsonl"),
+        *((str(place["run"]), str(place["file"])) for place in behind),
+    ]
     delta = min(before.plan.target_delta for before in states)
     disjoint = [before.opened.get("disjoint_from_start") is True for before in states]
     return model.Composition(
         epsilon=composed_epsilon(states, delta),
         delta=delta,
         disjoint_by_declaration=any(disjoint[:-1]),
-        statement=STATEMENTS["composed"] + (f" {STATEMENTS['composed_disjoint']}" if any(disjoint[:-1]) else ""),
+        statement=STATEMENTS["composed"]
+        + (f" {STATEMENTS['composed_disjoint']}" if any(disjoint[:-1]) else ""),
         runs=tuple(
             model.CarriedRun(
-                name=name, file=file, delta=before.plan.target_delta, attempts_charged=before.num_charged,
-                epsilon=accounting.claimed_epsilon(before.charged_groups(), before.plan.accounted_delta)[0],
+                name=name,
+                file=file,
+                delta=before.plan.target_delta,
+                attempts_charged=before.num_charged,
+                epsilon=accounting.claimed_epsilon(
+                    before.charged_groups(), before.plan.accounted_delta
+                )[0],
                 disjoint_from_those_before=disjoint[number],
             )
             for number, ((name, file), before) in enumerate(zip(names, states, strict=True))
         ),
-    )  # fmt: skip
+    )
 
 
 def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
@@ -269,11 +339,15 @@ def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
         known = {key: said.get(key) for key in ("commit", "modified", "python", "packages")}
         sessions.append(model.Session(mirror=record["mirror"], **known))
     ledger = model.LedgerFile(
-        format=opened["format"], lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash,
+        format=opened["format"],
+        lines=snapshot.state.num_lines,
+        last_line_sha256=snapshot.last_hash,
         mirrored_sessions=sum(session.mirror for session in sessions),
-    )  # fmt: skip
+    )
     when = {"opened_utc": opened["time_utc"], "closed": snapshot.state.closed}
-    return model.Provenance(commit=opened.get("commit"), ledger=ledger, sessions=tuple(sessions), **when)
+    return model.Provenance(
+        commit=opened.get("commit"), ledger=ledger, sessions=tuple(sessions), **when
+    )
 
 
 def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
@@ -283,28 +357,49 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     if useless := useless_delta(card.delta, n):
         found.append(f"The {useless}.")
     if refuted := noise_seen(snapshot.records)[1]:
-        found.append(f"Less noise was drawn than stated, by the norm of {', '.join(refuted[:5])}: believe no epsilon.")
+        found.append(
+            f"Less noise was drawn than stated, by the norm of {', '.join(refuted[:5])}: believe no epsilon."
+        )
     if card.formal_guarantee and card.epsilon is None:
         found.append("The accountant finds no finite epsilon at this delta.")
     if (card.epsilon or 0.0) > accounting.LARGEST_DETAILED_EPSILON:
-        found.append("So large an epsilon protects nothing in practice; the card omits curves and other neighbours.")
+        found.append(
+            "So large an epsilon protects nothing in practice; the card omits curves and other neighbours."
+        )
     if numbers.epsilon is not None:
         # RDP >= claim >= PRV lower, with the slack of RDP's finite list of orders (a thousandth).
         rdp, lower = numbers.epsilon_rdp, numbers.epsilon_prv[0] if numbers.epsilon_prv else None
         above = rdp is not None and numbers.epsilon > rdp * (1 + 1e-3) + 1e-3
         if above or (lower is not None and lower > numbers.epsilon):
-            found.append("The claim is not between the PRV lower and the RDP upper bound, which both omit the cap.")
+            found.append(
+                "The claim is not between the PRV lower and the RDP upper bound, which both omit the cap."
+            )
     if numbers.epsilon_replace_one is not None and numbers.epsilon_prv is None:
         found.append("The PRV accountant fails at these numbers: RDP alone cross-checks the claim.")
     if snapshot.unterminated:
-        found.append("The ledger ends inside a line (a crash, or a write under way), charged if it may be an attempt.")
+        found.append(
+            "The ledger ends inside a line (a crash, or a write under way), charged if it may be an attempt."
+        )
     if not snapshot.state.mirrored:
         found.append(STATEMENTS["no_mirror"])
-    modified = [str(number) for number, session in enumerate(provenance.sessions, start=1) if session.modified]
+    modified = [
+        str(number)
+        for number, session in enumerate(provenance.sessions, start=1)
+        if session.modified
+    ]
     if modified:
-        found.append(f"The code had uncommitted changes in session {', '.join(modified)}: no commit identifies it.")
-    if provenance.sessions and len({session.commit for session in provenance.sessions} | {provenance.commit}) > 1:
-        found.append("The sessions ran different commits of the code, or not all commits are known.")
+        found.append(
+            f"The code had uncommitted changes in session {', '.join(modified)}: no commit identifies it."
+        )
+    if (
+        provenance.sessions
+        and len({session.commit for session in provenance.sessions} | {provenance.commit}) > 1
+    ):
+        found.append(
+            "The sessions ran different commits of the code, or not all commits are known."
+        )
     if numbers.accountant_at_opening not in (None, numbers.accountant):
-        found.append(f"The run was planned with {numbers.accountant_at_opening}; this card uses {numbers.accountant}.")
+        found.append(
+            f"The run was planned with {numbers.accountant_at_opening}; this card uses {numbers.accountant}."
+        )
     return found

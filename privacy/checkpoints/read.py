@@ -71,7 +71,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise ConfigError(f"{path} is no checkpoint: {MANIFEST} states no format")
     if manifest["format"] != FORMAT:
-        raise ConfigError(f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected")
+        raise ConfigError(
+            f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected"
+        )
     for key in ("step", "parameters", "files"):
         if key not in manifest:
             raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} has no {key}")
@@ -99,7 +101,9 @@ class Checkpoint:
             file = path / name
             mine = number % world_size == rank
             if not file.is_file() or (mine and file_digest(file) != digest):
-                raise ConfigError(f"{file} is missing or damaged (its SHA-256 differs from the manifest's)")
+                raise ConfigError(
+                    f"{file} is missing or damaged (its SHA-256 differs from the manifest's)"
+                )
             try:
                 with safe_open(file, framework="pt") as tensors:
                     for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
@@ -137,7 +141,9 @@ class Checkpoint:
 
     def part(self, kind: str, piece: Piece) -> Tensor:
         """The coordinates of a piece, put together from whatever pieces were written."""
-        out = torch.full((piece.length,), torch.nan, dtype=torch.float32)  # as it is written, whatever the default is
+        out = torch.full(
+            (piece.length,), torch.nan, dtype=torch.float32
+        )  # as it is written, whatever the default is
         end = piece.offset + piece.length
         filled = 0
         for offset, file in self._where.get((kind, piece.name), []):
@@ -163,13 +169,19 @@ class Checkpoint:
         parameters = dict(module.named_parameters())
         self._require({name: p.shape for name, p in parameters.items()}, self.shapes)
         if average and AVERAGE not in self.kinds:
-            raise ConfigError(f"{self.path} has no average of the weights, because the run had no train.ema_decay")
+            raise ConfigError(
+                f"{self.path} has no average of the weights, because the run had no train.ema_decay"
+            )
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(self.full(AVERAGE if average and name not in self.frozen else "param", name))
+                parameter.copy_(
+                    self.full(AVERAGE if average and name not in self.frozen else "param", name)
+                )
 
     def _require(self, shapes: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
-        differing = sorted(n for n in shapes.keys() | stored.keys() if shapes.get(n) != stored.get(n))
+        differing = sorted(
+            n for n in shapes.keys() | stored.keys() if shapes.get(n) != stored.get(n)
+        )
         if differing:
             raise ConfigError(
                 f"{self.path} does not fit the model; the first difference is {differing[0]}: give the model of the run, or "
@@ -183,7 +195,9 @@ class Checkpoint:
         Args:
             moments: those of the recipe's optimizer; a checkpoint of another one is refused.
         """
-        self._require(engine.shapes, {n: shape for n, shape in self.shapes.items() if n not in self.frozen})
+        self._require(
+            engine.shapes, {n: shape for n, shape in self.shapes.items() if n not in self.frozen}
+        )
         kept = self.kinds - {"param", AVERAGE}
         if self.step > 0 and kept != set(moments):
             raise ConfigError(
@@ -197,10 +211,14 @@ class Checkpoint:
             else [Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()]
         )
         kinds = sorted(kept | {"param"})
-        engine.load_state({p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step)
+        engine.load_state(
+            {p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step
+        )
 
 
-def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) -> Checkpoint | None:
+def newest_whole(
+    folder: Path, remembered: Callable[[Mapping[str, Any]], None]
+) -> Checkpoint | None:
     """The checkpoint to resume from: the one that LATEST names or, if that is damaged, the newest whole one before it.
 
     Collective. Each damaged one is a line on the console; nothing is written (`set_aside_newer`).
@@ -226,7 +244,9 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
         failures = [line for line in collectives.gather_objects(failure) if line is not None]
         if checkpoint is not None and not failures:
             for line in damaged:
-                collectives.say(f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged")
+                collectives.say(
+                    f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged"
+                )
             return checkpoint
         damaged.append(failures[0])
     if damaged:
@@ -240,7 +260,9 @@ def newest_whole(folder: Path, remembered: Callable[[Mapping[str, Any]], None]) 
 def usable_names(folder: Path) -> list[str]:
     """The checkpoint that LATEST names, then those before it, newest first; all of them, if LATEST names none."""
     names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
-    latest = (folder / LATEST).read_text(errors="replace").strip() if (folder / LATEST).exists() else ""
+    latest = (
+        (folder / LATEST).read_text(errors="replace").strip() if (folder / LATEST).exists() else ""
+    )
     if not names or not latest.startswith("step-"):
         return names
     return [latest, *(name for name in names if name < latest)]
@@ -268,7 +290,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if failure is not None:
             say(f"warning: {failure}; {name} is opened", file=sys.stderr)
         return checkpoint
-    raise ConfigError(f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from a copy")
+    raise ConfigError(
+        f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from a copy"
+    )
 
 
 def readable_manifests(folder: Path) -> list[dict[str, Any]]:
@@ -315,7 +339,11 @@ def require_recorded(checkpoint: Path, state: LedgerState) -> None:
         return  # without privacy the ledger records no checkpoint
     position = position if isinstance(position, dict) else {}
     line = position.get("seq")
-    is_known = isinstance(line, int) and 0 <= line < state.num_lines and state.hashes[line] == position.get("hash")
+    is_known = (
+        isinstance(line, int)
+        and 0 <= line < state.num_lines
+        and state.hashes[line] == position.get("hash")
+    )
     if not (is_known and state.may_lack_record(step, position["seq"])):
         raise NotRecorded(
             f"{checkpoint}: its {MANIFEST} is not the one that the ledger recorded, so it was replaced or edited: restore it "

@@ -78,7 +78,11 @@ class CheckpointWriter:
         self._in_flight: _InFlight | None = None
 
     def save(
-        self, step: int, states: Iterable[ShardState], shapes: Mapping[str, torch.Size], facts: Mapping[str, Any]
+        self,
+        step: int,
+        states: Iterable[ShardState],
+        shapes: Mapping[str, torch.Size],
+        facts: Mapping[str, Any],
     ) -> None:
         """Writes checkpoint `step`, or starts to.
 
@@ -143,8 +147,13 @@ class CheckpointWriter:
         for rank, (_, _, reason) in enumerate(parts):
             if reason is not None:
                 raise RemoteError(f"rank {rank} could not write its part: {reason}", 1)
-        name, manifest = checkpoint_name(step), manifest | {"files": {file: sha256 for file, sha256, _ in parts}}
-        publish = functools.partial(_publish, path.parent, self._folder / name, manifest, self._retention)
+        name, manifest = (
+            checkpoint_name(step),
+            manifest | {"files": {file: sha256 for file, sha256, _ in parts}},
+        )
+        publish = functools.partial(
+            _publish, path.parent, self._folder / name, manifest, self._retention
+        )
         self._published(step, name, collectives.on_main(lambda: _readable(step, publish)))
 
 
@@ -163,7 +172,9 @@ def _explained(step: int, error: BaseException) -> CheckpointWriteError:
     )
 
 
-def _publish(temporary: Path, target: Path, manifest: Mapping[str, Any], retention: Retention) -> str:
+def _publish(
+    temporary: Path, target: Path, manifest: Mapping[str, Any], retention: Retention
+) -> str:
     """Gives a whole checkpoint its name, points LATEST at it and removes superseded ones; returns the manifest's digest."""
     text = json.dumps(sealed(manifest), indent=1, sort_keys=True)
     durable.replace_file(temporary / MANIFEST, text.encode())
@@ -197,4 +208,8 @@ def require_finite(engine: Engine, step: int) -> None:
             f"after step {step} the weights hold NaN or infinity ({names[0]}, {len(names)} parts in all); they are not saved, "
             "and the same command resumes from the newest checkpoint: lower the learning rate, or look at the memory of the host"
         )
-        raise WeightsNotFinite(error) if collectives.rank() == 0 else RemoteError(error, WeightsNotFinite.exit_code)
+        raise (
+            WeightsNotFinite(error)
+            if collectives.rank() == 0
+            else RemoteError(error, WeightsNotFinite.exit_code)
+        )

@@ -148,7 +148,9 @@ class Grid:
             PrivacyConfigError: no layout has room for so many rows of so many coordinates, or no step for so much noise.
         """
         # sqrt(d) h <= 2^-13 C also for the smallest C of its binade: d 4^13 <= 4^(bits - 1).
-        least = next(bits for bits in itertools.count(1) if num_coordinates * 4**13 <= 4 ** (bits - 1))
+        least = next(
+            bits for bits in itertools.count(1) if num_coordinates * 4**13 <= 4 ** (bits - 1)
+        )
         most = cap or UNDECLARED_CAP
         rows = rows or 2 * most
 
@@ -163,7 +165,9 @@ class Grid:
             limit, room = LARGEST_INT64, max(most, UNDECLARED_CAP)
         # The cap decides and not this rank's rows, so that the step is the same on any number of ranks. Four times the cap: the
         # twofold rows that callers ask for then fit with the padding of a last micro-batch.
-        bits = max(least, next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0))
+        bits = max(
+            least, next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0)
+        )
         # The largest C of a binade is a hair below 2^e, and in units of 2^(e - bits) the deviation grows with C.
         largest_std = noise_multiplier * math.nextafter(1.0, 0.0)
         while bits >= least and deviation_in_units(largest_std, bits) > MOST_DEVIATION:
@@ -208,7 +212,9 @@ class Unit:
 
     def whole(self, values: Tensor, num_examples: int) -> Tensor:
         """Returns int64: a sum of `num_examples` examples, fp64, rounded once. The values are written over."""
-        return _rounded(values, torch.int64, False, 2.0**self.exponent, float(num_examples * self.largest))[0]
+        return _rounded(
+            values, torch.int64, False, 2.0**self.exponent, float(num_examples * self.largest)
+        )[0]
 
 
 class Total:
@@ -224,7 +230,9 @@ class Total:
         self._waiting = 0  # additions since `low` was within [-2^29, 2^29)
 
     @classmethod
-    def zeros(cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device) -> "list[Total]":
+    def zeros(
+        cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device
+    ) -> "list[Total]":
         """Makes the sums of several parameters in one allocation, which is free again when all of them are."""
         kind = torch.float64 if layout == "float64" else torch.int64
         sizes, totals = [num_bytes(count, layout) for count in counts], []
@@ -232,7 +240,9 @@ class Total:
         for count, place in zip(counts, memory.split(sizes), strict=True):
             if layout == "int32+int16":
                 low, high = place.split([len(place) // 3 * 2, len(place) // 3])
-                totals.append(cls(low.view(torch.int32)[:count], high.view(torch.int16)[:count], unit))
+                totals.append(
+                    cls(low.view(torch.int32)[:count], high.view(torch.int16)[:count], unit)
+                )
             else:
                 totals.append(cls(place.view(kind)[:count], None, unit))
         return totals
@@ -247,21 +257,35 @@ class Total:
         scale, most = self._limits(num_examples)
         for some in blocks(len(parts[0]), PIECE_ENTRIES[self.low.device.type != "cpu"]):
             place = slice(first + some.start, first + some.stop)
-            _add([x[some] for x in parts], self.low[place], None if high is None else high[place], scale, most)
+            _add(
+                [x[some] for x in parts],
+                self.low[place],
+                None if high is None else high[place],
+                scale,
+                most,
+            )
 
     def add_rows(self, ids_N: Tensor, values_Np: Tensor, num_examples: int) -> None:
         """Adds rows of a table, fp64, of which none but zeros comes twice."""
         width = values_Np.shape[1]
-        for total, whole_Np in zip((self.low, self.high), self._whole(values_Np, num_examples), strict=True):
+        for total, whole_Np in zip(
+            (self.low, self.high), self._whole(values_Np, num_examples), strict=True
+        ):
             if total is not None and whole_Np is not None:
                 total.view(-1, width).index_add_(0, ids_N, whole_Np)
 
     def _whole(self, values: Tensor, num_examples: int) -> tuple[Tensor, Tensor | None]:
-        return _rounded(values, self.low.dtype, self._splits(num_examples), *self._limits(num_examples))
+        return _rounded(
+            values, self.low.dtype, self._splits(num_examples), *self._limits(num_examples)
+        )
 
     def _splits(self, num_examples: int) -> bool:
         """Whether an addend of so many examples may be too large for `low`."""
-        return self.high is not None and self.unit is not None and num_examples * self.unit.largest >= 2**29
+        return (
+            self.high is not None
+            and self.unit is not None
+            and num_examples * self.unit.largest >= 2**29
+        )
 
     def _limits(self, num_examples: int) -> tuple[Number | None, Number]:
         """How many units are 1, and how many an addend may have. Tensors on CUDA, since compiled code is made for one number."""
@@ -269,7 +293,11 @@ class Total:
             return None, 0.0
         scale, most = 2.0**self.unit.exponent, float(num_examples * self.unit.largest)
         device = self.low.device
-        return (scale, most) if device.type == "cpu" else (_on_device(scale, device), _on_device(most, device))
+        return (
+            (scale, most)
+            if device.type == "cpu"
+            else (_on_device(scale, device), _on_device(most, device))
+        )
 
     def make_room(self) -> None:
         """Called before every coordinate gets one more addend: three of 2^29 fit on top of what a carry leaves."""
@@ -301,7 +329,9 @@ def _rounded(
     if scale is None:
         return x, None
     # Clamped first: what no int32 holds would become any number. Both powers of two are exact.
-    x = x.mul_(scale) if x.device.type == "cpu" else x * scale  # what is compiled would write its argument back
+    x = (
+        x.mul_(scale) if x.device.type == "cpu" else x * scale
+    )  # what is compiled would write its argument back
     x.nan_to_num_(0.0).clamp_(-most, most).round_()  # type: ignore[arg-type]  # both are numbers, or both tensors
     if not splits:
         return x.to(kind), None
@@ -311,7 +341,9 @@ def _rounded(
 
 
 @fused(for_all_sizes=True)
-def _add(parts: list[Tensor], low: Tensor, high: Tensor | None, scale: Number | None, most: Number) -> None:
+def _add(
+    parts: list[Tensor], low: Tensor, high: Tensor | None, scale: Number | None, most: Number
+) -> None:
     x = functools.reduce(Tensor.add_, parts[1:], parts[0].double()) if len(parts) > 1 else parts[0]
     more_low, more_high = _rounded(x, low.dtype, high is not None, scale, most)
     low.add_(more_low)
@@ -321,7 +353,9 @@ def _add(parts: list[Tensor], low: Tensor, high: Tensor | None, scale: Number | 
 
 @fused(for_all_sizes=True)
 def _carry(low: Tensor, high: Tensor) -> None:
-    carry = (low >> 29).add_(1).bitwise_right_shift_(1)  # floor((low + 2^29) / 2^30), without overflow
+    carry = (
+        (low >> 29).add_(1).bitwise_right_shift_(1)
+    )  # floor((low + 2^29) / 2^30), without overflow
     high.add_(carry.to(torch.int16))
     low.sub_(carry.bitwise_left_shift_(30))
 
@@ -363,7 +397,9 @@ class Slot:
         MOST_CANCELLED C long together. With products of n / sqrt(MOST_CANCELLED) examples the roundings are within n^2 u C.
         """
         together = Total(torch.zeros_like(self.total.low, dtype=torch.float64))
-        return replace(self, total=together, examples=max(1, math.isqrt(self.examples**2 // MOST_CANCELLED)))
+        return replace(
+            self, total=together, examples=max(1, math.isqrt(self.examples**2 // MOST_CANCELLED))
+        )
 
     def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
         """The given rows (p, d) of the matrix += sum_{b,t} g_bt (x) a_bt, with no more than `examples` of them in one fp32 sum.
@@ -373,13 +409,19 @@ class Slot:
         """
         size, tokens, p, d = self.examples, g_BTp.shape[1], g_BTp.shape[2], a_BTd.shape[2]
         is_narrow = min(p, d) < NARROW
-        on_matrix_units = not is_narrow and g_BTp.dtype == torch.bfloat16 and has_fp32_products_of_bf16(g_BTp.device)
+        on_matrix_units = (
+            not is_narrow
+            and g_BTp.dtype == torch.bfloat16
+            and has_fp32_products_of_bf16(g_BTp.device)
+        )
         if tokens > 1 and (is_narrow or (not on_matrix_units and adds_term_by_term(g_BTp))):
             # Any order of additions: with T (n^2 + 34 n) <= examples^2, a rounding for every token is within the bound.
             size = max(1, math.isqrt(size**2 // tokens + 17**2) - 17)
         wide = torch.promote_types(g_BTp.dtype, torch.float32)
         count = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
-        for some in (slice(p * i // count, p * (i + 1) // count) for i in range(count)):  # about equal: none is narrow
+        for some in (
+            slice(p * i // count, p * (i + 1) // count) for i in range(count)
+        ):  # about equal: none is narrow
             parts = zip(g_BTp[:, :, some].split(size), a_BTd.split(size), strict=True)
             products = (_product(g, a, wide, on_matrix_units).view(-1) for g, a in parts)
             self.total.add(_few(products), len(g_BTp), ((rows.start or 0) + some.start) * d)
@@ -486,7 +528,9 @@ class LocalSums(Accumulator):
         (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
         """
         names = [name for name in self.shapes if name not in self._totals]
-        short = [name for name in names if self.shapes[name].numel() <= SHORT]  # together, for `add_together`
+        short = [
+            name for name in names if self.shapes[name].numel() <= SHORT
+        ]  # together, for `add_together`
         blocks, count = [short], BLOCK_COORDINATES
         for name in names:
             if name not in short:
@@ -498,7 +542,9 @@ class LocalSums(Accumulator):
         for block in blocks:
             counts = [self.shapes[name].numel() for name in block]
             layout = self._grid.layout_of(max(counts, default=0))
-            self._totals |= zip(block, Total.zeros(counts, layout, self.unit, self.device), strict=True)
+            self._totals |= zip(
+                block, Total.zeros(counts, layout, self.unit, self.device), strict=True
+            )
 
     def slot(self, name: str) -> Slot:
         self._totals[name].make_room()

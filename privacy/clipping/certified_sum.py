@@ -61,9 +61,15 @@ class CertifiedSum(ClippedSum):
     ):
         self.lattice = lattice
         super().__init__(
-            model, lattice.bound, shapes=shapes, mode="certified", function=function, accumulator=accumulator, device=device,
+            model,
+            lattice.bound,
+            shapes=shapes,
+            mode="certified",
+            function=function,
+            accumulator=accumulator,
+            device=device,
             self_check=self_check,
-        )  # fmt: skip
+        )
 
     def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
         """Whole numbers come as such, with room for them by the choice of the lattice."""
@@ -71,10 +77,14 @@ class CertifiedSum(ClippedSum):
 
     def _set_bound(self, value: float) -> None:
         if value != self.lattice.bound:
-            raise ValueError(f"the bound of a certified sum is that of its lattice, {self.lattice.bound}, not {value}")
+            raise ValueError(
+                f"the bound of a certified sum is that of its lattice, {self.lattice.bound}, not {value}"
+            )
         super()._set_bound(value)
         self._num_coordinates = sum(self._numel.values())
-        self._function = self._make_function(self._names, self.lattice.target(self._num_coordinates))
+        self._function = self._make_function(
+            self._names, self.lattice.target(self._num_coordinates)
+        )
 
     @property
     def exponent(self) -> int:
@@ -89,7 +99,9 @@ class CertifiedSum(ClippedSum):
         most = min(EXAMPLES_PER_PART, max(1, WRITTEN_BYTES // (4 * self._num_coordinates)))
         return max(size for size in range(1, min(most, num_rows) + 1) if num_rows % size == 0)
 
-    def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+    def _in_one_pass(
+        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
+    ) -> MicroBatchStats:
         k, multiplier_B, stats = self.vectors(task, inputs, is_padding_B)
         for name in list(k):  # as the backward found them
             add_contributions(self.accumulator.slot(name).total.low, k.pop(name), multiplier_B)
@@ -110,22 +122,31 @@ class CertifiedSum(ClippedSum):
         written: dict[str, Tensor] = {}
 
         def write(name: str, parts: Parts) -> None:
-            written[name] = in_full(parts, self._shapes[name]).grad_B.float()  # fp64 models' are rounded
+            written[name] = in_full(
+                parts, self._shapes[name]
+            ).grad_B.float()  # fp64 models' are rounded
 
         with self._record().forward(task, inputs, num_rows) as passed:
             self._by_parameter(passed, write)
         with exact(passed.loss_B.device):
             # Norms are in fp64, where no finite fp32 gradient over- or underflows.
-            squared = [torch.zeros(num_rows, dtype=torch.float64, device=self._device) for _ in self._function.bounds]
+            squared = [
+                torch.zeros(num_rows, dtype=torch.float64, device=self._device)
+                for _ in self._function.bounds
+            ]
             for name, gradient_Bn in written.items():
                 norm_B = torch.linalg.vector_norm(gradient_Bn, dim=1, dtype=torch.float64)
                 squared[self._function.group_of[name]] += norm_B.square_()
-            factors = self._weighed([squared_B.sqrt_() for squared_B in squared], passed.loss_B, is_padding_B)
+            factors = self._weighed(
+                [squared_B.sqrt_() for squared_B in squared], passed.loss_B, is_padding_B
+            )
             excluded_B = is_padding_B | ~factors.is_finite_B
             norms = SquaredNorms(num_rows, self._device)
             k = {}
             for name in list(written):
-                scale_B = factors.weights[self._function.group_of[name]] * 2.0 ** (self.lattice.exponent - 1)
+                scale_B = factors.weights[self._function.group_of[name]] * 2.0 ** (
+                    self.lattice.exponent - 1
+                )
                 k[name] = round_to_even(written.pop(name), scale_B, excluded_B)
                 norms.add(k[name])
             stats = factors.stats(passed.loss_B, is_padding_B)
@@ -154,7 +175,9 @@ class CertifiedSum(ClippedSum):
         for micro_batch, is_here_B, is_padding_B in _neighbourhoods(part, size):
             try:
                 with must_take(f"{size} examples together"):
-                    k, multiplier_B, _ = self.vectors(task, micro_batch, is_padding_B.to(self._device))
+                    k, multiplier_B, _ = self.vectors(
+                        task, micro_batch, is_padding_B.to(self._device)
+                    )
             except NotTaken:  # the model refuses what is not finite itself
                 if all(x.isfinite().all() for x in micro_batch.values()):
                     raise
@@ -176,7 +199,9 @@ class CertifiedSum(ClippedSum):
         return expected
 
 
-def _neighbourhoods(inputs: Mapping[str, Tensor], size: int) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+def _neighbourhoods(
+    inputs: Mapping[str, Tensor], size: int
+) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
     """(micro-batch, rows in which the first example is, rows that are padding)."""
     every, nobody = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
     alone_B = torch.arange(size) == 0

@@ -60,9 +60,20 @@ COPIED = 1 << 24
 PLAIN = (int, str, bytes, types.NoneType, bool, float, complex)
 """What is compared as it is."""
 LEAVES = (
-    type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, types.GeneratorType, property,
-    weakref.ref, weakref.ProxyType, weakref.CallableProxyType, np.dtype, torch.dtype, torch.device,
-)  # fmt: skip
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.FrameType,
+    types.GeneratorType,
+    property,
+    weakref.ref,
+    weakref.ProxyType,
+    weakref.CallableProxyType,
+    np.dtype,
+    torch.dtype,
+    torch.device,
+)
 """What is neither looked into nor compared."""
 MUTABLE = (OrderedDict, dict, list, set, deque)
 CONTAINERS = (*MUTABLE, tuple, frozenset)
@@ -125,11 +136,22 @@ def require_passed(
     """
     passed = PASSED.get(model, [])
     if not passed:
-        raise PrivacyConfigError(f"this {type(model).__name__} has not passed the self-check: {HOW}")
-    kinds, *others = [{n: (x.dtype, x.dim()) for n, x in xs.items()} for xs in (inputs, *(p.made_up for p in passed))]
-    passed = [p for p, made_up in zip(passed, others, strict=True) if p.task() == task and made_up == kinds]
+        raise PrivacyConfigError(
+            f"this {type(model).__name__} has not passed the self-check: {HOW}"
+        )
+    kinds, *others = [
+        {n: (x.dtype, x.dim()) for n, x in xs.items()}
+        for xs in (inputs, *(p.made_up for p in passed))
+    ]
+    passed = [
+        p
+        for p, made_up in zip(passed, others, strict=True)
+        if p.task() == task and made_up == kinds
+    ]
     if not passed:
-        listed = ", ".join(f"{name} ({dtype}, {ndim} dimensions)" for name, (dtype, ndim) in sorted(kinds.items()))
+        listed = ", ".join(
+            f"{name} ({dtype}, {ndim} dimensions)" for name, (dtype, ndim) in sorted(kinds.items())
+        )
         raise PrivacyConfigError(
             f"the task of this micro-batch is not the one that passed the self-check, or not with inputs named {listed}, so its "
             f"loss may mix examples: give the same object to check_against_autograd and to add_micro_batch; {HOW}"
@@ -137,7 +159,9 @@ def require_passed(
     put_away(model)
     now = structure(model, task)
     changed = [changes(p.structure, now) - p.moved for p in passed]
-    unchanged = [p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))]
+    unchanged = [
+        p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))
+    ]
     if not unchanged:
         place = min(filter(_is_fixed, changed[-1]))
         raise PrivacyConfigError(
@@ -152,9 +176,14 @@ def require_passed(
         )
     # Shapes, devices, autocasts and settings may send a micro-batch another way through the model: a new way is tried once.
     devices = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
-    autocasts = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    autocasts = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in devices
+    ]
     shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
-    known = {place for p in unchanged for place in p.structure}  # engines add attributes of their own
+    known = {
+        place for p in unchanged for place in p.structure
+    }  # engines add attributes of their own
     modules = dict(_modules(model, task))
     settings = {
         (path, name)
@@ -163,15 +192,25 @@ def require_passed(
         and ((path, name) in known or hasattr(type(modules.get(path)), name.removeprefix(SETTING)))
     }
     way = (shapes, *autocasts, frozenset((place, now.get(place)) for place in settings))
-    is_seen = settings <= now.keys()  # what has become a tensor, say, has values that nobody looks at
+    is_seen = (
+        settings <= now.keys()
+    )  # what has become a tensor, say, has values that nobody looks at
     if is_seen and any(way in p.tried for p in unchanged):
         return
-    mine = max(unchanged, key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()))
+    mine = max(
+        unchanged,
+        key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()),
+    )
     made_up = {}
-    for name, x in inputs.items():  # cut, or their last entry repeated, in each dimension but the first
+    for (
+        name,
+        x,
+    ) in inputs.items():  # cut, or their last entry repeated, in each dimension but the first
         y = mine.made_up[name]
         for dim in range(1, x.dim()):
-            y = y.index_select(dim, torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1))
+            y = y.index_select(
+                dim, torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1)
+            )
         made_up[name] = y.to(x.device)
     with whole(model), nothing_is_small(model), untouched(model, task):
         size = len(next(iter(inputs.values())))
@@ -184,7 +223,11 @@ def require_passed(
 def _modules(model: nn.Module, task: object) -> list[tuple[str, nn.Module]]:
     """Those of the model, and of a task that is another module, or a method of one."""
     owner = getattr(task, "__self__", task)
-    others = owner.named_modules(prefix=TASK) if isinstance(owner, nn.Module) and owner is not model else ()
+    others = (
+        owner.named_modules(prefix=TASK)
+        if isinstance(owner, nn.Module) and owner is not model
+        else ()
+    )
     return [*model.named_modules(), *others]
 
 
@@ -198,12 +241,19 @@ def structure(model: nn.Module, task: object = None) -> Structure:
     """
 
     def foreign(hooks: Mapping[int, Any] | None) -> list[_Same]:
-        of_modules = [(getattr(h, "func", h), h) for h in (hooks or {}).values()]  # clipping's may be partial
-        ours = [str(getattr(f, "__module__", "")).startswith(f"{__package__}.") or is_of_fsdp(h) for f, h in of_modules]
+        of_modules = [
+            (getattr(h, "func", h), h) for h in (hooks or {}).values()
+        ]  # clipping's may be partial
+        ours = [
+            str(getattr(f, "__module__", "")).startswith(f"{__package__}.") or is_of_fsdp(h)
+            for f, h in of_modules
+        ]
         return [_Same(h) for (_, h), is_ours in zip(of_modules, ours, strict=True) if not is_ours]
 
     of_all = {
-        n: x for n, x in vars(torch.nn.modules.module).items() if n.startswith("_global_") and isinstance(x, dict)
+        n: x
+        for n, x in vars(torch.nn.modules.module).items()
+        if n.startswith("_global_") and isinstance(x, dict)
     }
     found: Structure = {("", name): foreign(table) for name, table in of_all.items()}
     for path, module in _modules(model, task):
@@ -218,7 +268,9 @@ def structure(model: nn.Module, task: object = None) -> Structure:
                     type(value),
                     value if value == value else None,
                 )  # 1 is not True; a NaN is itself
-        found[path, "training"] = getattr(module, "training", None)  # a module that torch.jit has frozen has no mode
+        found[path, "training"] = getattr(
+            module, "training", None
+        )  # a module that torch.jit has frozen has no mode
         for name, p in module._parameters.items():
             if p is not None:
                 hooks = foreign(p._backward_hooks), foreign(p._post_accumulate_grad_hooks)
@@ -241,7 +293,9 @@ class _Same:
 
     def __init__(self, x: object) -> None:
         try:
-            self.reference: object = weakref.ref(x)  # the same reference as long as the object lives
+            self.reference: object = weakref.ref(
+                x
+            )  # the same reference as long as the object lives
         except TypeError:
             self.reference = x
 
@@ -272,7 +326,12 @@ def require_apart(task: Task, inputs: Inputs, size: int) -> None:
     stays_B[0], stays_B[size // 2] = False, True
     losses: list[Tensor] = []
     row_B = torch.arange(size) % len(next(iter(inputs.values())))
-    among_neighbours(inputs, row_B, stays_B, lambda micro_batch, has_nan: losses.append(losses_of(task, micro_batch)))
+    among_neighbours(
+        inputs,
+        row_B,
+        stays_B,
+        lambda micro_batch, has_nan: losses.append(losses_of(task, micro_batch)),
+    )
     first, *others = (loss_B[stays_B.to(loss_B.device)].double() for loss_B in losses)
     where = f"in micro-batches of {size} examples, in the precision of the run, "
     for other in others:  # when all are there, since no rank may stop in between
@@ -302,7 +361,9 @@ def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: s
         PrivacyConfigError: the losses of the same examples differ.
     """
     largest = float(first_B.nan_to_num(0, 0, 0).abs().max())
-    if not torch.allclose(first_B, second_B, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
+    if not torch.allclose(
+        first_B, second_B, rtol=tolerance, atol=tolerance * largest, equal_nan=True
+    ):
         raise PrivacyConfigError(
             f"{where}the loss of an example changes with the other examples of its micro-batch: every example's loss must "
             "depend on that example alone, at every size (no mean over the batch, no contrast between examples, no state that "
@@ -311,7 +372,9 @@ def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: s
         )
 
 
-def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], object]) -> None:
+def among_neighbours(
+    inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], object]
+) -> None:
     """Calls `run(micro_batch, has_nan)` on examples that stay while the rows around them change, for three kinds of these.
 
     The first hold NaN and infinity, the second large finite numbers, which NaN would hide from the largest number of a batch, and
@@ -354,7 +417,9 @@ def among_neighbours(inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callab
         if number > 2 and num_taken > 1:
             return
         try:
-            micro_batch = {name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()}
+            micro_batch = {
+                name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()
+            }
             run(micro_batch, number == 0)
             num_taken += 1
         except NotTaken:  # the model refuses such values itself; it is tried on those that it takes
@@ -401,7 +466,11 @@ def must_take(what: str) -> Iterator[None]:
     before = generators()
     try:
         yield
-    except (PrivacyConfigError, MemoryError, torch.OutOfMemoryError):  # the last two speak for themselves
+    except (
+        PrivacyConfigError,
+        MemoryError,
+        torch.OutOfMemoryError,
+    ):  # the last two speak for themselves
         raise
     except Exception as error:  # a model may raise anything
         said = " ".join(str(error).split())[:200] or "without a word"
@@ -420,7 +489,11 @@ def must_take(what: str) -> Iterator[None]:
 def nothing_is_small(model: nn.Module) -> Iterator[None]:
     """Weights near zero are random inside: one that starts at zero hides the gradients of the layers before it."""
     floating = [_memory(p) for p in model.parameters() if p.is_floating_point()]
-    small = {p: p.detach().clone() for p in floating if float(p.detach().float().norm()) < SMALL * math.sqrt(p.numel())}
+    small = {
+        p: p.detach().clone()
+        for p in floating
+        if float(p.detach().float().norm()) < SMALL * math.sqrt(p.numel())
+    }
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
@@ -437,7 +510,9 @@ def nothing_is_small(model: nn.Module) -> Iterator[None]:
 def _memory(parameter: nn.Parameter) -> Tensor:
     """A view of each number that a parameter holds, once: one that is expanded repeats them and cannot be written itself."""
     repeated = slice(0, 1)
-    return parameter.detach()[tuple(slice(None) if stride else repeated for stride in parameter.stride())]
+    return parameter.detach()[
+        tuple(slice(None) if stride else repeated for stride in parameter.stride())
+    ]
 
 
 Path = tuple[str | int, ...]
@@ -468,7 +543,11 @@ def objects_below(
             left -= len(entries)
             yield path, x, entries
             is_set = issubclass(type(x), set | frozenset)
-            below += [((*path, -1 if is_set else i), y) for i, y in enumerate(entries) if type(y) not in PLAIN]
+            below += [
+                ((*path, -1 if is_set else i), y)
+                for i, y in enumerate(entries)
+                if type(y) not in PLAIN
+            ]
         level = below
 
 
@@ -543,7 +622,9 @@ def _items(x: Any) -> list[Any]:
     kinds: tuple[Any, ...] = (type(x),) if type(x) in CONTAINERS else CONTAINERS
     for kind in kinds:
         if issubclass(type(x), kind):
-            return [*kind.keys(x), *kind.values(x)] if issubclass(kind, dict) else [*kind.__iter__(x)]
+            return (
+                [*kind.keys(x), *kind.values(x)] if issubclass(kind, dict) else [*kind.__iter__(x)]
+            )
     return []
 
 
@@ -571,7 +652,11 @@ def _slots(x: object) -> list[tuple[types.MemberDescriptorType, Any]]:
 
 def _class_containers(kind: type) -> dict[str, Any]:
     """Containers and tensors that a class holds for all its objects; torch's classes hold none of examples."""
-    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in (*OPAQUE, "builtins")]
+    bases = [
+        base
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in (*OPAQUE, "builtins")
+    ]
     attributes = {name: value for base in bases for name, value in vars(base).items()}
     return {
         name: value
@@ -588,20 +673,32 @@ def put_back(modules: Iterable[nn.Module], depth: int = 0) -> Iterator[Callable[
     those inside of them, and numbers of tensors and arrays of at most COPIED numbers.
     """
     modules = [*modules]
-    roots = [(name, x) for m in modules for name, x in {**_class_containers(type(m)), **vars(m)}.items()]
+    roots = [
+        (name, x) for m in modules for name, x in {**_class_containers(type(m)), **vars(m)}.items()
+    ]
     objects = [x for _, x, _ in objects_below(roots, modules, depth)]
     mutable = [x for x in objects if issubclass(type(x), MUTABLE)]
-    others = [x for x in objects if type(x) not in PLAIN and type(x) not in CONTAINERS and not _is_opaque(x)]
+    others = [
+        x
+        for x in objects
+        if type(x) not in PLAIN and type(x) not in CONTAINERS and not _is_opaque(x)
+    ]
     tables = [*map(vars, modules), *mutable, *map(_attributes, others)]
     before = [(table, _copied(table)) for table in tables]
     slots = [(x, slot, value) for x in others for slot, value in _slots(x)]
     registered = {id(x) for m in modules for x in (*m._parameters.values(), *m._buffers.values())}
     numbers = [x for x in others if depth and id(x) not in registered and _has_few_numbers(x)]
     tensors = [(x.data, x.data.clone()) for x in numbers if issubclass(type(x), Tensor)]
-    arrays: list[tuple[Any, Any]] = [(x, x.copy()) for x in numbers if issubclass(type(x), np.ndarray)]
-    buffers: list[tuple[Any, Any]] = [(x, x[:]) for x in others if depth and issubclass(type(x), BYTES)]
+    arrays: list[tuple[Any, Any]] = [
+        (x, x.copy()) for x in numbers if issubclass(type(x), np.ndarray)
+    ]
+    buffers: list[tuple[Any, Any]] = [
+        (x, x[:]) for x in others if depth and issubclass(type(x), BYTES)
+    ]
     lent = [(x, memory.copy()) for x in others if depth and (memory := _lent(x)) is not None]
-    streams = [(x, _stream(x)) for x in others if depth and issubclass(type(x), STREAMS) and not x.closed]
+    streams = [
+        (x, _stream(x)) for x in others if depth and issubclass(type(x), STREAMS) and not x.closed
+    ]
     gradients = [(x, _gradient(x)) for x in others if issubclass(type(x), Tensor)]
 
     def restore() -> None:
@@ -654,7 +751,11 @@ def _copied(table: Any) -> dict[Any, Any] | list[Any]:
     """The entries of a container."""
     items = _items(table)
     half = len(items) // 2
-    return dict(zip(items[:half], items[half:], strict=True)) if issubclass(type(table), dict) else items
+    return (
+        dict(zip(items[:half], items[half:], strict=True))
+        if issubclass(type(table), dict)
+        else items
+    )
 
 
 def _is_same(table: Any, content: Any) -> bool:
@@ -696,9 +797,15 @@ def held(model: nn.Module, task: Task) -> Held:
     roots: dict[str, Any] = {}
     for prefix, module in modules:
         attributes = {**_class_containers(type(module)), **vars(module)}
-        roots |= {f"{prefix}.{name}".strip("."): value for name, value in attributes.items() if name not in _OWN}
+        roots |= {
+            f"{prefix}.{name}".strip("."): value
+            for name, value in attributes.items()
+            if name not in _OWN
+        }
         tensors = {**module._parameters, **module._buffers}
-        registered |= {f"{prefix}.{name}".strip("."): x for name, x in tensors.items() if x is not None}
+        registered |= {
+            f"{prefix}.{name}".strip("."): x for name, x in tensors.items() if x is not None
+        }
     roots |= {place: _attributes(x) for place, x in registered.items()}
     roots |= {f"{place}.grad": _gradient(x) for place, x in registered.items()}
     registered_ids = {*map(id, registered.values())}
@@ -718,7 +825,9 @@ def held(model: nn.Module, task: Task) -> Held:
                     state.writes[id(x)] = place, x, digest
             elif issubclass(kind, BYTES):
                 state.counts[place] += len(x)
-        state.contents[path] += sorted(words, key=repr) if issubclass(kind, set | frozenset) else words
+        state.contents[path] += (
+            sorted(words, key=repr) if issubclass(kind, set | frozenset) else words
+        )
     return state
 
 
@@ -744,7 +853,9 @@ def _content(x: Any, entries: list[Any]) -> object:
             return _stream(x)
         if (memory := _lent(x)) is not None:
             return memory.tobytes()
-        is_value = type(x).__module__ in sys.stdlib_module_names and not entries and not entries_of(x)
+        is_value = (
+            type(x).__module__ in sys.stdlib_module_names and not entries and not entries_of(x)
+        )
         if issubclass(type(x), np.generic) or is_value:
             return hashlib.sha256(pickle.dumps(x)).hexdigest()
     return None
@@ -758,10 +869,22 @@ def _bytes_of(x: Tensor) -> bytes:
     shape = str(x.shape).encode()
     if x.is_meta:
         return shape
-    return shape + x.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        shape
+        + x.cpu()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
-def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]) -> None:
+def require_nothing_gathered(
+    model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]
+) -> None:
     """What a forward gathers of made-up examples for much later calls shows before it is used, such as a queue of features.
 
     Two examples go first, or one of them twice, and then a single one twice: nothing that is held at the end may depend on who
@@ -789,9 +912,15 @@ def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, resto
 
     (before, last), (_, others), (_, again) = after(0, 1), after(1, 1), after(0, 1)
     kept = [place for place, count in last.counts.items() if count > before.counts[place]]
-    kept += [place for key, (place, _, writes) in last.writes.items() if before.writes.get(key, [writes])[-1] != writes]
+    kept += [
+        place
+        for key, (place, _, writes) in last.writes.items()
+        if before.writes.get(key, [writes])[-1] != writes
+    ]
     for path in {**last.contents, **others.contents}:
-        leaves = itertools.zip_longest(last.of(path), others.of(path), again.of(path), fillvalue=...)
+        leaves = itertools.zip_longest(
+            last.of(path), others.of(path), again.of(path), fillvalue=...
+        )
         # What differs between equal calls too, such as the time, is no example's; what lies beside it is looked at.
         kept += [str(path[0]) for now, other, twin in leaves if now == twin != other]
     if kept:
@@ -802,7 +931,9 @@ def require_nothing_gathered(model: nn.Module, task: Task, inputs: Inputs, resto
 
 
 @contextmanager
-def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) -> Iterator[Callable[[], None]]:
+def untouched(
+    model: nn.Module, task: object, dtype: torch.dtype | None = None
+) -> Iterator[Callable[[], None]]:
     """A check of a model leaves nothing behind: parameters, buffers and attributes of its modules are copies inside.
 
     Floating parameters and buffers are of `dtype`, which is torch's default there too. It yields as `put_back` does.
@@ -811,18 +942,25 @@ def untouched(model: nn.Module, task: object, dtype: torch.dtype | None = None) 
         PrivacyConfigError: something inside wrote into a parameter or buffer, or made a buffer: that would reach other
             micro-batches, and leave the run in checkpoints, without noise.
     """
-    tensors, default = {**dict(model.named_parameters()), **dict(model.named_buffers())}, torch.get_default_dtype()
+    tensors, default = (
+        {**dict(model.named_parameters()), **dict(model.named_buffers())},
+        torch.get_default_dtype(),
+    )
     originals, saved = {name: x.data for name, x in tensors.items()}, set(model.state_dict())
     with put_back((module for _, module in _modules(model, task)), DEPTH) as restore:
         try:
             for name, x in tensors.items():
-                x.data = originals[name].to(dtype if dtype and x.is_floating_point() else x.dtype, copy=True)
+                x.data = originals[name].to(
+                    dtype if dtype and x.is_floating_point() else x.dtype, copy=True
+                )
             torch.set_default_dtype(dtype or default)
             yield restore
             after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             for name, x in tensors.items():
                 before = originals[name].to(x.dtype)
-                if after.get(name) is not x or not torch.allclose(x.data, before, 0, 0, equal_nan=True):
+                if after.get(name) is not x or not torch.allclose(
+                    x.data, before, 0, 0, equal_nan=True
+                ):
                     raise PrivacyConfigError(
                         f"the forward changes the buffer {name}: what it keeps of one micro-batch would reach others and leave "
                         "the run without noise; keep no state in the forward"

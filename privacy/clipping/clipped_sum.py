@@ -33,10 +33,27 @@ from ..adaptive_clipping import COUNT_SENSITIVITY, SMALLEST_BOUND, AdaptiveClipp
 from ..errors import PrivacyConfigError
 from ..releases import Release, step_releases
 from ..rounded_normal import MOST_DEVIATION, deviation_in_units
-from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator, Slot, Total, Unit, add_together, blocks
+from .accumulators import (
+    EXAMPLES_PER_PART,
+    Grid,
+    LocalSums,
+    MakeAccumulator,
+    Slot,
+    Total,
+    Unit,
+    add_together,
+    blocks,
+)
 from .checked import require_passed, trained, writes_to
 from .compiled import compiled_weights
-from .contributions import ChunkedOuterProducts, Contribution, in_full, is_short, may_cancel, without
+from .contributions import (
+    ChunkedOuterProducts,
+    Contribution,
+    in_full,
+    is_short,
+    may_cancel,
+    without,
+)
 from .coverage import claims
 from .fallback import Uncovered, plan_of
 from .functions import ClippingFunction, flat
@@ -140,22 +157,31 @@ class ClippedSum:
         self._differs = torch.empty(0, dtype=torch.bool)
         """() or (1,): whether a second pass of this logical batch differed from its first."""
         self._keeps_graph = not self._at_rest and all(
-            type(p) is nn.Parameter and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
+            type(p) is nn.Parameter
+            and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
             for name, p in model.named_parameters()
         )
         self._numel = {name: shapes[name].numel() for name in parameters}
         # The smallest, as many as fit: shapes alone decide, never an example or how many there are.
         by_size = sorted(self._numel, key=lambda name: (self._numel[name], name))
         ends = itertools.accumulate(self._numel[name] for name in by_size)
-        self._small = {name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES}
-        self._names, self._dtype, self._device = list(parameters), wide_dtype(first.dtype), device or first.device
+        self._small = {
+            name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES
+        }
+        self._names, self._dtype, self._device = (
+            list(parameters),
+            wide_dtype(first.dtype),
+            device or first.device,
+        )
         require_exact_products(self._device, self._dtype, (shapes[name] for name in parameters))
         if adaptive is not None:  # the sum alone has a little more noise
             noise_multiplier = adaptive.gradient_noise_multiplier(noise_multiplier)
         has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
         self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
         self.count_unit = None if adaptive is None else _count_unit(adaptive, cap)
-        self.accumulator = accumulator({name: shapes[name] for name in parameters}, self.grid, self._device)
+        self.accumulator = accumulator(
+            {name: shapes[name] for name in parameters}, self.grid, self._device
+        )
         self._make_function = function
         self.adaptive = adaptive
         self.max_grad_norm = max_grad_norm
@@ -166,11 +192,16 @@ class ClippedSum:
         made_for = dict(plan.covers), dict(plan.layouts)
         if self._recorder is None or made_for != self._recorded_by:
             self.detach()
-            self._recorder, self._recorded_by = Recorder(claims(self._model, self._shapes), self._at_rest), made_for
+            self._recorder, self._recorded_by = (
+                Recorder(claims(self._model, self._shapes), self._at_rest),
+                made_for,
+            )
         return self._recorder
 
     def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
-        return Grid.of(sum(self._numel.values()), self._dtype, cap, rows, noise_multiplier=noise_multiplier)
+        return Grid.of(
+            sum(self._numel.values()), self._dtype, cap, rows, noise_multiplier=noise_multiplier
+        )
 
     @property
     def exponent(self) -> int | None:
@@ -222,13 +253,19 @@ class ClippedSum:
             raise PrivacyConfigError(
                 "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
             )
-        exponent, releases = self.exponent, step_releases(noise_multiplier, self.sensitivity, self.adaptive)
+        exponent, releases = (
+            self.exponent,
+            step_releases(noise_multiplier, self.sensitivity, self.adaptive),
+        )
         if (exponent is None) != (noise_multiplier == 0):
             raise PrivacyConfigError(
                 "sums are whole multiples of a step exactly where they get noise, which hides what rounding moves: give "
                 f"ClippedSum noise_multiplier={noise_multiplier:g}"
             )
-        if exponent is not None and deviation_in_units(releases[0]["std"], exponent) > MOST_DEVIATION:
+        if (
+            exponent is not None
+            and deviation_in_units(releases[0]["std"], exponent) > MOST_DEVIATION
+        ):
             raise PrivacyConfigError(
                 f"noise of {noise_multiplier:g} C passes what is drawn exactly in steps of this sum: give ClippedSum "
                 f"noise_multiplier={noise_multiplier:g}, which takes a coarser step"
@@ -261,7 +298,9 @@ class ClippedSum:
         if self._recorder is not None:
             self._recorder.remove()
 
-    def add_micro_batch(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+    def add_micro_batch(
+        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
+    ) -> MicroBatchStats:
         """Adds the clipped gradients of one micro-batch.
 
         Args:
@@ -275,15 +314,21 @@ class ClippedSum:
         if len(is_padding_B) == 0:
             dtype = torch.float64 if self.mode == "certified" else self._dtype
             nothing = torch.zeros(0, dtype=dtype, device=self._device)
-            factors = self._weighed([nothing for _ in self._function.bounds], nothing, nothing.bool())
+            factors = self._weighed(
+                [nothing for _ in self._function.bounds], nothing, nothing.bool()
+            )
             return factors.stats(nothing, nothing.bool())
         stats = []
         for rows in blocks(len(is_padding_B), self.rows_at_once(len(is_padding_B))):
             part = {name: x[rows] for name, x in inputs.items()}
             if self._to_be_checked is not None:
-                with suppress(Uncovered):  # hooks first, since checks of a new shape put back all that they find
+                with suppress(
+                    Uncovered
+                ):  # hooks first, since checks of a new shape put back all that they find
                     self._record()
-                require_passed(self._to_be_checked, task, part, self._made_for, self.require_replays)
+                require_passed(
+                    self._to_be_checked, task, part, self._made_for, self.require_replays
+                )
             with torch.no_grad():
                 self.accumulator.start(rows.stop - rows.start)
                 in_passes = self._in_two_passes if self.mode == "two_pass" else self._in_one_pass
@@ -308,7 +353,10 @@ class ClippedSum:
         if plan_of(self._model).covers:
             recorder.compares = True
             try:
-                with torch.no_grad(), recorder.forward(task, inputs, len(next(iter(inputs.values())))) as passed:
+                with (
+                    torch.no_grad(),
+                    recorder.forward(task, inputs, len(next(iter(inputs.values())))) as passed,
+                ):
                     passed.backward(lambda call: None)
             finally:
                 recorder.compares = False
@@ -325,19 +373,30 @@ class ClippedSum:
         batch_size = len(next(iter(inputs.values())))
         if self.mode == "two_pass":
             with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
-                norms = [[tally.totals.squared_B for tally in self._tallies(passed)[0]] for passed in passes]
+                norms = [
+                    [tally.totals.squared_B for tally in self._tallies(passed)[0]]
+                    for passed in passes
+                ]
             pairs: Iterator[tuple[Tensor, ...]] = zip(*norms, strict=True)
         else:
             kept: dict[str, Parts] = {}
             with torch.no_grad(), self._record().forward(task, inputs, batch_size) as passed:
                 self._tallies(passed, kept)
-            chunked = [x for parts in kept.values() for x in parts if isinstance(x, ChunkedOuterProducts)]
-            pairs = ((a, b) for x in chunked for (_, a), (_, b) in zip(x.gradients(), x.gradients(), strict=True))
+            chunked = [
+                x for parts in kept.values() for x in parts if isinstance(x, ChunkedOuterProducts)
+            ]
+            pairs = (
+                (a, b)
+                for x in chunked
+                for (_, a), (_, b) in zip(x.gradients(), x.gradients(), strict=True)
+            )
         with torch.no_grad(), exact(self._device):
             if not all(torch.equal(first, again) for first, again in pairs):
                 raise PrivacyConfigError(NOT_REPEATED)
 
-    def _in_one_pass(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+    def _in_one_pass(
+        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
+    ) -> MicroBatchStats:
         kept: dict[str, Parts] = {}
         with self._record().forward(task, inputs, len(is_padding_B)) as passed:
             tallies, writes = self._tallies(passed, kept)
@@ -348,22 +407,36 @@ class ClippedSum:
             # (n,) fp64 of each short gradient, by one product for all that have one factor.
             short: dict[str, Tensor] = {}
             for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
-                names = [n for n, parts in kept.items() if self._function.group_of[n] == group and is_short(parts)]
+                names = [
+                    n
+                    for n, parts in kept.items()
+                    if self._function.group_of[n] == group and is_short(parts)
+                ]
                 if names:
-                    total = torch.zeros(tally.joined.grad_B.shape[1], dtype=torch.float64, device=self._device)
-                    without(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
-                    short |= zip(names, total.split([x.grad_B[0].numel() for x in tally.short]), strict=True)
+                    total = torch.zeros(
+                        tally.joined.grad_B.shape[1], dtype=torch.float64, device=self._device
+                    )
+                    without(tally.joined, factors.blank_B).add_weighted(
+                        weight_B, Slot(Total(total))
+                    )
+                    short |= zip(
+                        names, total.split([x.grad_B[0].numel() for x in tally.short]), strict=True
+                    )
             if not self.leaves_process:  # else buckets are filled in their order
                 self._add_together(short, len(is_padding_B))
                 kept = {name: parts for name, parts in kept.items() if name not in short}
-            for name in list(kept):  # the last layer first, as two_pass does; what has been summed makes room
+            for name in list(
+                kept
+            ):  # the last layer first, as two_pass does; what has been summed makes room
                 if name in short:
                     self._add_together({name: short.pop(name)}, len(is_padding_B))
                 else:
                     self._accumulate(name, kept.pop(name), factors)
             return factors.stats(passed.loss_B, is_padding_B)
 
-    def _in_two_passes(self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor) -> MicroBatchStats:
+    def _in_two_passes(
+        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
+    ) -> MicroBatchStats:
         with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
             first = next(passes)
             marks: list[Tensor] = []
@@ -373,20 +446,29 @@ class ClippedSum:
                 factors = self._factors(tallies, first.loss_B, is_padding_B)
             second = next(passes)
             again: list[Tensor] = []
-            self._by_parameter(second, lambda name, parts: self._accumulate(name, parts, factors), again)
+            self._by_parameter(
+                second, lambda name, parts: self._accumulate(name, parts, factors), again
+            )
         if len(marks) != len(again):
             raise PrivacyConfigError(NOT_REPEATED)
         # Of an excluded example nothing is summed; on CUDA its rows are zeroed where they stand, which the second backward reads.
         is_summed_B = factors.is_finite_B
-        differ = [((before != after) & is_summed_B).any() for before, after in zip(marks, again, strict=True)]
+        differ = [
+            ((before != after) & is_summed_B).any()
+            for before, after in zip(marks, again, strict=True)
+        ]
         # It stays on the device, so that no micro-batch waits for it.
         self._differs = torch.stack([*differ, *self._differs[:1]]).any().reshape(1)
         return factors.stats(first.loss_B, is_padding_B)
 
-    def _twice(self, task: Task, inputs: Mapping[str, Tensor], batch_size: int) -> Generator[Forward, None, None]:
+    def _twice(
+        self, task: Task, inputs: Mapping[str, Tensor], batch_size: int
+    ) -> Generator[Forward, None, None]:
         """Yields two forwards to differentiate: the same one, whose graph is kept, or two where it cannot be kept."""
         writes = [(name, tensor, writes_to(tensor)) for name, tensor in inputs.items()]
-        with self._record().forward(task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1) as passed:
+        with self._record().forward(
+            task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1
+        ) as passed:
             yield passed
             if self._keeps_graph:
                 yield passed
@@ -396,7 +478,10 @@ class ClippedSum:
             yield passed
 
     def _tallies(
-        self, passed: Forward, kept: dict[str, Parts] | None = None, marks: list[Tensor] | None = None
+        self,
+        passed: Forward,
+        kept: dict[str, Parts] | None = None,
+        marks: list[Tensor] | None = None,
     ) -> tuple[list[NormTally], Writes]:
         """The norms of each group of parameters, by a backward, and how often what is kept had been written to by then.
 
@@ -404,14 +489,21 @@ class ClippedSum:
             kept: takes the contributions, if given.
             marks: see `_by_parameter`.
         """
-        tallies = [NormTally(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds]
+        tallies = [
+            NormTally(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds
+        ]
         writes: Writes = []
 
         def add(name: str, parts: Parts) -> None:
             if kept is not None:
                 kept[name] = parts
             if kept is not None or is_short(parts):  # the tally keeps those
-                tensors = [value for part in parts for value in vars(part).values() if isinstance(value, Tensor)]
+                tensors = [
+                    value
+                    for part in parts
+                    for value in vars(part).values()
+                    if isinstance(value, Tensor)
+                ]
                 writes.extend((name, tensor, writes_to(tensor)) for tensor in tensors)
             tallies[self._function.group_of[name]].add(parts)
 
@@ -437,7 +529,12 @@ class ClippedSum:
 
         def hand_over(name: str) -> None:
             parts = waiting.pop(name)
-            use(name, [in_full(parts, self._shapes[name])] if name in self._small and may_cancel(parts) else parts)
+            use(
+                name,
+                [in_full(parts, self._shapes[name])]
+                if name in self._small and may_cancel(parts)
+                else parts,
+            )
 
         def take(call: Call) -> None:
             if marks is not None:
@@ -456,12 +553,16 @@ class ClippedSum:
 
         passed.backward(take)
         with exact(passed.loss_B.device):
-            for name in list(waiting):  # of which not every call has a gradient, because the loss does not depend on it
+            for name in list(
+                waiting
+            ):  # of which not every call has a gradient, because the loss does not depend on it
                 hand_over(name)
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
         factors = self._weighed([tally.safe_norm() for tally in tallies], loss_B, is_padding_B)
-        is_longer_B = torch.stack([t.is_lengthened(norm_B) for t, norm_B in zip(tallies, factors.norms, strict=True)])
+        is_longer_B = torch.stack(
+            [t.is_lengthened(norm_B) for t, norm_B in zip(tallies, factors.norms, strict=True)]
+        )
         return factors._replace(
             blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None,
             is_cancelled_B=(is_longer_B & (torch.stack(factors.weights) < 1)).any(0),
@@ -475,7 +576,9 @@ class ClippedSum:
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        return Factors(norms, weights, is_finite_B, None, self.sensitivity, torch.zeros_like(excluded_B))
+        return Factors(
+            norms, weights, is_finite_B, None, self.sensitivity, torch.zeros_like(excluded_B)
+        )
 
     def _add_together(self, sums: Mapping[str, Tensor], num_examples: int) -> None:
         if sums:

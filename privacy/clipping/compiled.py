@@ -38,13 +38,17 @@ class CompiledTap:
     _numbers = itertools.count()
 
     def __init__(
-        self, on_call: Callable[[Tensor, Tensor], None], on_gradient: Callable[[Tensor, Tensor], None]
+        self,
+        on_call: Callable[[Tensor, Tensor], None],
+        on_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
         number = next(self._numbers)
         self._known[number] = self
         self.on_call, self.on_gradient = on_call, on_gradient
         self.num_calls = torch.tensor(0)
-        self.key = torch.tensor(number)  # a tensor, because the compiler would make a graph of its own for each int
+        self.key = torch.tensor(
+            number
+        )  # a tensor, because the compiler would make a graph of its own for each int
 
     @classmethod
     def of(cls, key: Tensor) -> "CompiledTap":
@@ -118,7 +122,9 @@ def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
                 if parameter.requires_grad and (type(module) not in RULES or type(module) in KEEPS):
                     whole = ".".join(filter(None, (path, name, local)))
                     what = (
-                        "is read without a layer" if type(module) not in RULES else "needs more than its layer's input"
+                        "is read without a layer"
+                        if type(module) not in RULES
+                        else "needs more than its layer's input"
                     )
                     raise PrivacyConfigError(
                         f"{whole} {what}, which cannot be compiled with clipping on; do not compile "

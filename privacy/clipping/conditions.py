@@ -32,7 +32,12 @@ HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
 NO_IDS: Mapping[str, Tensor] = MappingProxyType({})
 LISTED = 1 << 24
 """So many ids are listed; of an input with larger ones those are tried that its made-up examples hold."""
-UNUSUAL = (math.nan, math.inf, -math.inf, *(sign * size for size in (10.0, 1e3, 1e6) for sign in (1, -1)))
+UNUSUAL = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    *(sign * size for size in (10.0, 1e3, 1e6) for sign in (1, -1)),
+)
 """Numbers of an example that a model may replace by what other examples have, one kind to a batch; squares fit into float32."""
 COLUMNS = 16
 """An input of so many numbers is a row of a table: each of its numbers is tried alone, and of a larger one only the first."""
@@ -65,7 +70,9 @@ class Ids(NamedTuple):
         if allowed is None and int(free.max()) >= LISTED:  # hashes and the like
             every = free.unique()
         elif allowed is None:
-            every = torch.cat([free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)])
+            every = torch.cat(
+                [free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)]
+            )
         else:
             every = allowed.to(rows.device).unique()
         return cls(every[~torch.isin(every, bound)], bound)
@@ -166,7 +173,10 @@ BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
     (BUT_ONE, EXAMPLES, (EXAMPLES, _numbers(math.nan), LARGE_NUMBERS, HIGHEST)),
     (AMONG_OTHERS, SMALL, (SMALL, *map(_numbers, (1.0, 10.0, 100.0, 1000.0, LARGE, -1.0)))),
     (AMONG_OTHERS, ZEROS, (ZEROS, _numbers(1.0), _numbers(-1.0))),
-    *((AMONG_OTHERS, kind, (kind, EXAMPLES)) for kind in (TINY, TINIER, TINIEST, NEGATIVE, CONSTANT, WHOLE)),
+    *(
+        (AMONG_OTHERS, kind, (kind, EXAMPLES))
+        for kind in (TINY, TINIER, TINIEST, NEGATIVE, CONSTANT, WHOLE)
+    ),
     (BUT_ONE, LARGE_NUMBERS, (LARGE_NUMBERS, EXAMPLES)),
     (AMONG_OTHERS, _example(0), (_example(0), EXAMPLES, SPREAD)),
     (AMONG_OTHERS, _example(1), (_example(1), EXAMPLES, SPREAD)),
@@ -177,7 +187,11 @@ BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
 
 
 def require_unconditional(
-    model: nn.Module, task: Task, inputs: Inputs, tolerance: float, allowed_ids: Mapping[str, Tensor] = NO_IDS
+    model: nn.Module,
+    task: Task,
+    inputs: Inputs,
+    tolerance: float,
+    allowed_ids: Mapping[str, Tensor] = NO_IDS,
 ) -> None:
     """Requires that examples keep their losses whatever stands beside them; a kind that the model refuses is left out.
 
@@ -200,7 +214,10 @@ def require_unconditional(
         stays_B, examples = torch.tensor(stays), _repeated(inputs, len(stays))
         losses: list[Tensor] = []
         for beside in neighbours:
-            batch = {n: _beside(stays_B, held(here, n, x), held(beside, n, x)) for n, x in examples.items()}
+            batch = {
+                n: _beside(stays_B, held(here, n, x), held(beside, n, x))
+                for n, x in examples.items()
+            }
             looked_up = partial(_looked_up, stays_B, here, beside)
             with suppress(NotTaken), returning(tables_of(model), looked_up, batch):
                 loss_B = losses_of(task, batch)
@@ -228,8 +245,12 @@ def _require_own_numbers(task: Task, inputs: Inputs, name: str, tolerance: float
     lowest, highest = inputs[name].amin(0), inputs[name].amax(0)
     middle = (lowest + highest) / 2
     size = middle.numel()
-    one_each = torch.eye(size if size <= COLUMNS else 1, size, dtype=torch.bool, device=middle.device)
-    is_unusual_S = torch.cat([torch.ones_like(middle, dtype=torch.bool)[None], one_each.view(-1, *middle.shape)])
+    one_each = torch.eye(
+        size if size <= COLUMNS else 1, size, dtype=torch.bool, device=middle.device
+    )
+    is_unusual_S = torch.cat(
+        [torch.ones_like(middle, dtype=torch.bool)[None], one_each.view(-1, *middle.shape)]
+    )
     count = len(is_unusual_S)
     ordinary = torch.cat([highest.expand(count + 1, *middle.shape), lowest[None]])
     others = {n: x[[0] * (count + len(ordinary))] for n, x in inputs.items() if n != name}
@@ -240,11 +261,15 @@ def _require_own_numbers(task: Task, inputs: Inputs, name: str, tolerance: float
         for beside in (unusual.expand_as(ordinary), ordinary):
             with suppress(NotTaken):
                 losses.append(losses_of(task, {name: torch.cat([here, beside]), **others})[:count])
-                compare_losses(losses[0][1:], losses[-1][1:], tolerance)  # the first may be much larger
+                compare_losses(
+                    losses[0][1:], losses[-1][1:], tolerance
+                )  # the first may be much larger
                 compare_losses(losses[0], losses[-1], tolerance)
 
 
-def _require_each_id(task: Task, inputs: Inputs, name: str, ids: Ids, values: list[int], tolerance: float) -> None:
+def _require_each_id(
+    task: Task, inputs: Inputs, name: str, ids: Ids, values: list[int], tolerance: float
+) -> None:
     """Requires that an example keeps its loss beside a row of any one id, and such a row its own beside an example."""
     rows_N, others = inputs[name], {n: x for n, x in inputs.items() if n != name}
 
@@ -253,7 +278,9 @@ def _require_each_id(task: Task, inputs: Inputs, name: str, ids: Ids, values: li
 
     def losses(row: int, *pair: Tensor) -> Tensor:
         """(2,): of two rows that are made-up example `row` but for these ids."""
-        return losses_of(task, {name: torch.stack(pair), **{n: x[[row, row]] for n, x in others.items()}})
+        return losses_of(
+            task, {name: torch.stack(pair), **{n: x[[row, row]] for n, x in others.items()}}
+        )
 
     @cache
     def among_its_like(row: int, value: int | None) -> Tensor:
@@ -283,12 +310,17 @@ def require_padding(task: Task, inputs: Inputs, padding: Inputs, tolerance: floa
     """
     way = "declare ids that every row needs, such as placeholders of a picture, by integers(..., fixed={id: count})"
     stays_B, examples = torch.tensor(AMONG_OTHERS), _repeated(inputs, len(AMONG_OTHERS))
-    empty = {name: padding[name].to(x).expand(len(x), *padding[name].shape[1:]) for name, x in examples.items()}
+    empty = {
+        name: padding[name].to(x).expand(len(x), *padding[name].shape[1:])
+        for name, x in examples.items()
+    }
     try:
         losses_of(task, empty)
         if any(empty[name].shape != x.shape for name, x in examples.items()):
             return  # made-up examples of another length
-        found_B = losses_of(task, {name: _beside(stays_B, x, empty[name]) for name, x in examples.items()})
+        found_B = losses_of(
+            task, {name: _beside(stays_B, x, empty[name]) for name, x in examples.items()}
+        )
     except NotTaken as error:
         said = f"{type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())[:160]}"
         raise PrivacyConfigError(
@@ -296,7 +328,10 @@ def require_padding(task: Task, inputs: Inputs, padding: Inputs, tolerance: floa
         ) from error
     stays_B = stays_B.to(found_B.device)
     compare_losses(
-        losses_of(task, examples)[stays_B], found_B[stays_B], tolerance, f"beside rows without an item ({way}), "
+        losses_of(task, examples)[stays_B],
+        found_B[stays_B],
+        tolerance,
+        f"beside rows without an item ({way}), ",
     )
 
 
@@ -333,11 +368,15 @@ def returning(tables: list[nn.Embedding], change: Change, batch: Inputs) -> Iter
         if ids.dim() > 1:
             return any(ids.shape == x.shape for x in given)
         return any(
-            bool((x.reshape(len(x), -1) == ids[:, None]).all(0).any()) for x in given if x.shape[:1] == ids.shape
+            bool((x.reshape(len(x), -1) == ids[:, None]).all(0).any())
+            for x in given
+            if x.shape[:1] == ids.shape
         )
 
     def hook(table: nn.Module, args: Any, output: Any) -> Any:
-        return change(output) if args and isinstance(output, Tensor) and is_of_batch(args[0]) else None
+        return (
+            change(output) if args and isinstance(output, Tensor) and is_of_batch(args[0]) else None
+        )
 
     handles = [table.register_forward_hook(hook) for table in tables]
     try:

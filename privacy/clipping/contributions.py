@@ -46,7 +46,9 @@ class OuterProducts:
     @property
     def norm_terms(self) -> int:
         """How many roundings a term of the squared norm passes through at most (norms.py)."""
-        return _gram_roundings(self.a_BTd) + _gram_roundings(self.g_BTp) + 2 * self.a_BTd.shape[1] + 3
+        return (
+            _gram_roundings(self.a_BTd) + _gram_roundings(self.g_BTp) + 2 * self.a_BTd.shape[1] + 3
+        )
 
     @property
     def sum_terms(self) -> int:
@@ -127,7 +129,9 @@ class Rows:
             sums_Np = torch.zeros_like(g_Np).index_add_(0, place_N, g_Np)
             if some.start > 0:  # the slot has room for one addend, and a row may be in every block
                 slot.total.make_room()
-            slot.total.add_rows(torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np, some.stop - some.start)
+            slot.total.add_rows(
+                torch.zeros_like(ids_N).scatter_(0, place_N, ids_N), sums_Np, some.stop - some.start
+            )
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,11 @@ class Dense:
         whole = n // TERMS_PER_SUM * TERMS_PER_SUM
         norms_BN = []
         if whole:
-            norms_BN.append(torch.linalg.vector_norm(grad_Bn[:, :whole].unflatten(1, (-1, TERMS_PER_SUM)), dim=2))
+            norms_BN.append(
+                torch.linalg.vector_norm(
+                    grad_Bn[:, :whole].unflatten(1, (-1, TERMS_PER_SUM)), dim=2
+                )
+            )
         if whole < n:
             norms_BN.append(torch.linalg.vector_norm(grad_Bn[:, whole:], dim=1, keepdim=True))
         norm_B = torch.cat(norms_BN, 1).double().norm(dim=1).to(grad_Bn.dtype)
@@ -168,7 +176,9 @@ class Dense:
             return
         entries = WIDENED_ENTRIES[grad_Bn.device.type == "cuda"]
         for some in blocks(grad_Bn.shape[1], max(1, entries // len(grad_Bn))):
-            slot.total.add([torch.mv(grad_Bn[:, some].double().t(), wide_B)], len(grad_Bn), some.start)
+            slot.total.add(
+                [torch.mv(grad_Bn[:, some].double().t(), wide_B)], len(grad_Bn), some.start
+            )
 
 
 @dataclass(frozen=True)
@@ -200,7 +210,9 @@ class ChunkedOuterProducts:
     def norm(self) -> Norm:
         """The ghost norm, as in `OuterProducts.norm`."""
         return _norm_of_strips(
-            *_strip(_grams(self.a_BTd, self.a_BTd), [self.gram_g_BTT], 0), self.a_BTd.shape[2], self.num_rows
+            *_strip(_grams(self.a_BTd, self.a_BTd), [self.gram_g_BTT], 0),
+            self.a_BTd.shape[2],
+            self.num_rows,
         )
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
@@ -233,13 +245,20 @@ def owned(part: Contribution, *borrowed: Tensor | None) -> Contribution:
 def is_short(parts: Sequence[Contribution]) -> bool:
     """Whether a parameter's contributions are one written-out gradient of few numbers: of biases, norms, small raw parameters."""
     x = parts[0]
-    return len(parts) == 1 and isinstance(x, Dense) and not x.is_product and x.grad_B[0].numel() <= SHORT
+    return (
+        len(parts) == 1
+        and isinstance(x, Dense)
+        and not x.is_product
+        and x.grad_B[0].numel() <= SHORT
+    )
 
 
 def may_cancel(parts: Sequence[Contribution]) -> bool:
     """Whether the gross norm may be longer than the norm, by the shapes of a parameter's contributions."""
     x = parts[0]
-    return len(parts) > 1 or not (isinstance(x, Dense) or (x.ids_BT if isinstance(x, Rows) else x.a_BTd).shape[1] == 1)
+    return len(parts) > 1 or not (
+        isinstance(x, Dense) or (x.ids_BT if isinstance(x, Rows) else x.a_BTd).shape[1] == 1
+    )
 
 
 def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
@@ -254,7 +273,10 @@ def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
             case Rows():
                 g_BTp = wide(part.g_BTp)
                 first_B1 = torch.arange(len(g_BTp), device=g_BTp.device)[:, None] * shape[0]
-                table, ids_N = g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1]), (part.ids_BT + first_B1).flatten()
+                table, ids_N = (
+                    g_BTp.new_zeros(len(g_BTp) * shape[0], shape[1]),
+                    (part.ids_BT + first_B1).flatten(),
+                )
                 if table.is_cuda:  # where index_add_ adds up in no fixed order
                     table.index_put_((ids_N,), g_BTp.flatten(0, 1), accumulate=True)
                 else:
@@ -287,7 +309,9 @@ def without(part: Contribution, excluded_B: Tensor | None) -> Contribution:
             return replace(
                 part,
                 a_BTd=blanked(part.a_BTd, excluded_B),
-                gradients=lambda: ((rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in gradients()),
+                gradients=lambda: (
+                    (rows, blanked(g_BTv, excluded_B)) for rows, g_BTv in gradients()
+                ),
             )
 
 
@@ -311,7 +335,9 @@ def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tenso
     if x.numel() + y.numel() > 0:
         with torch.cuda.device_of(x):  # Triton launches on the current device
             sizes = (x.numel() // len(x), y.numel() // len(x))
-            zero_excluded_rows[(len(x),)](x, y, excluded_B.view(torch.uint8), *sizes, BLOCK=ROW_BLOCK)
+            zero_excluded_rows[(len(x),)](
+                x, y, excluded_B.view(torch.uint8), *sizes, BLOCK=ROW_BLOCK
+            )
     return x
 
 
@@ -416,7 +442,9 @@ def ghost_norm(a_BTd: Tensor, g_BTp: Tensor) -> Norm:
         start, until = i * size, tokens if i == count - 1 else (i + 1) * size
         grams_a, grams_g = (_grams(x[:, start:until], x[:, :until]) for x in (a_BTd, g_BTp))
         strips.append(_strip(grams_a, grams_g, start))
-    rows_BT, square_a_BT, square_g_BT = (x[0] if count == 1 else torch.cat(x, 1) for x in zip(*strips, strict=True))
+    rows_BT, square_a_BT, square_g_BT = (
+        x[0] if count == 1 else torch.cat(x, 1) for x in zip(*strips, strict=True)
+    )
     return _norm_of_strips(rows_BT, square_a_BT, square_g_BT, a_BTd.shape[2], g_BTp.shape[2])
 
 
@@ -425,29 +453,42 @@ _TOKENS_PER_STRIP = (48, 256)
 
 
 @fused(for_all_sizes=True)
-def _strip(grams_a: list[Tensor], grams_g: list[Tensor], start: int) -> tuple[Tensor, Tensor, Tensor]:
+def _strip(
+    grams_a: list[Tensor], grams_g: list[Tensor], start: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Takes the t tokens from `start` on; (B, t) each: their parts of the squared norm, and the squared lengths of a and g.
 
     Args:
         grams_a: of these tokens and all up to the last of them, (B, t, start + t), in parts to be added up. Written over.
     """
-    on_cpu = grams_a[0].device.type == "cpu"  # elsewhere what is compiled would write its arguments back
-    strip_a, strip_g = (functools.reduce(Tensor.add_ if on_cpu else torch.add, x) for x in (grams_a, grams_g))
+    on_cpu = (
+        grams_a[0].device.type == "cpu"
+    )  # elsewhere what is compiled would write its arguments back
+    strip_a, strip_g = (
+        functools.reduce(Tensor.add_ if on_cpu else torch.add, x) for x in (grams_a, grams_g)
+    )
     square_a_Bt, square_g_Bt = (x.diagonal(start, 1, 2).clone() for x in (strip_a, strip_g))
     product_Bts = strip_a.mul_(strip_g) if on_cpu else strip_a * strip_g
     left_Bts, square_Btt = product_Bts.split([start, product_Bts.shape[1]], 2)
     rows_Bt = square_Btt.sum(2)
-    if start > 0:  # what is left of the square on the diagonal has a mirror image, which is not computed
+    if (
+        start > 0
+    ):  # what is left of the square on the diagonal has a mirror image, which is not computed
         rows_Bt = rows_Bt + 2 * left_Bts.sum(2)
     return rows_Bt, square_a_Bt, square_g_Bt
 
 
 @fused(for_all_sizes=True)
-def _norm_of_strips(rows_BT: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int) -> Norm:
+def _norm_of_strips(
+    rows_BT: Tensor, square_a_BT: Tensor, square_g_BT: Tensor, d: int, p: int
+) -> Norm:
     """The norm of outer products; gross and hidden ones from the squared lengths of inputs and output gradients."""
     squared_B, dtype = rows_BT.sum(1, dtype=torch.float64).to(rows_BT.dtype), rows_BT.dtype
     hidden_a, hidden_g = hidden(d, dtype), hidden(p, dtype)
-    length_a_BT, length_g_BT = (square_a_BT + hidden_a**2).sqrt(), (square_g_BT + hidden_g**2).sqrt()
+    length_a_BT, length_g_BT = (
+        (square_a_BT + hidden_a**2).sqrt(),
+        (square_g_BT + hidden_g**2).sqrt(),
+    )
     hidden_BT = hidden_g * length_a_BT + hidden_a * length_g_BT + hidden(1, dtype)
     return Norm(squared_B, (length_a_BT * length_g_BT).sum(1), hidden_BT.sum(1))
 
@@ -456,7 +497,9 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
     """(B,) Frobenius inner product of two contributions to the same parameter."""
     match x, y:
         case ChunkedOuterProducts(), _:
-            parts = [inner(OuterProducts(x.a_BTd, g), _restricted(y, rows)) for rows, g in x.gradients()]
+            parts = [
+                inner(OuterProducts(x.a_BTd, g), _restricted(y, rows)) for rows, g in x.gradients()
+            ]
             return torch.stack(parts).sum(0)
         case _, ChunkedOuterProducts():
             return inner(y, x)
@@ -467,22 +510,35 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
             return total(gram(x.g_BTp, y.g_BTp) * same_BTS)
         case Rows(), OuterProducts():
             # <sum_s e_{id_s} (x) r_s, sum_t g_t (x) a_t> = sum_{s,t} g_t[id_s] (r_s . a_t): a tied embedding and head.
-            picked_BTS = wide(y.g_BTp).gather(2, x.ids_BT[:, None, :].expand(-1, y.g_BTp.shape[1], -1))
+            picked_BTS = wide(y.g_BTp).gather(
+                2, x.ids_BT[:, None, :].expand(-1, y.g_BTp.shape[1], -1)
+            )
             return total(picked_BTS * gram(y.a_BTd, x.g_BTp))
         case OuterProducts(), Rows():
             return inner(y, x)
         case Dense(), Dense():
-            return (x.grad_B.flatten(1) * y.grad_B.flatten(1)).sum(1, dtype=torch.float64).to(x.grad_B.dtype)
+            return (
+                (x.grad_B.flatten(1) * y.grad_B.flatten(1))
+                .sum(1, dtype=torch.float64)
+                .to(x.grad_B.dtype)
+            )
         case Dense(), OuterProducts():
             return inner(x, Dense(y.instantiate()))
         case Dense(), Rows():
             # sum_t D[id_t] . g_t
             picked_BTp = x.grad_B.gather(1, y.ids_BT[:, :, None].expand(-1, -1, x.grad_B.shape[2]))
-            return (picked_BTp * wide(y.g_BTp)).flatten(1).sum(1, dtype=torch.float64).to(picked_BTp.dtype)
+            return (
+                (picked_BTp * wide(y.g_BTp))
+                .flatten(1)
+                .sum(1, dtype=torch.float64)
+                .to(picked_BTp.dtype)
+            )
         case OuterProducts() | Rows(), Dense():
             return inner(y, x)
         case _:
-            raise NotImplementedError(f"one parameter used as {type(x).__name__} and as {type(y).__name__}")
+            raise NotImplementedError(
+                f"one parameter used as {type(x).__name__} and as {type(y).__name__}"
+            )
 
 
 def _restricted(x: Contribution, rows: slice) -> Contribution:
@@ -498,7 +554,13 @@ def _restricted(x: Contribution, rows: slice) -> Contribution:
             return Dense(x.grad_B[:, rows])
         case ChunkedOuterProducts():
             parts = [
-                g[:, :, max(rows.start - chunk.start, 0) : max(min(rows.stop, chunk.stop) - chunk.start, 0)]
+                g[
+                    :,
+                    :,
+                    max(rows.start - chunk.start, 0) : max(
+                        min(rows.stop, chunk.stop) - chunk.start, 0
+                    ),
+                ]
                 for chunk, g in x.gradients()
             ]
             return OuterProducts(x.a_BTd, torch.cat(parts, 2))

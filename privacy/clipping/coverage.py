@@ -18,11 +18,27 @@ from .rules import RULES, register_lazily
 from .sharded import is_dtensor, kind_of
 
 SAME = {
-    "__init__", "__module__", "__doc__", "__qualname__", "__annotations__", "__firstlineno__", "__static_attributes__",
-    "__constants__", "extra_repr", "reset_parameters", "__repr__", "__parameters__", "__orig_bases__",
-}  # fmt: skip
+    "__init__",
+    "__module__",
+    "__doc__",
+    "__qualname__",
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__constants__",
+    "extra_repr",
+    "reset_parameters",
+    "__repr__",
+    "__parameters__",
+    "__orig_bases__",
+}
 """What a subclass may have of its own and still compute what its base class does."""
-BY_MODE = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd, nn.MultiheadAttention, nn.RNNBase
+BY_MODE = (
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
 """Modules that `model.train()` could turn from supported into unsupported ones."""
 
 
@@ -50,7 +66,9 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     register_lazily()
     canonical, plan = {id(p): name for name, p in model.named_parameters()}, plan_of(model)
     owners = []
-    for path in dict.fromkeys(plan.covers.values()):  # modules that the fallback differentiates as a whole
+    for path in dict.fromkeys(
+        plan.covers.values()
+    ):  # modules that the fallback differentiates as a whole
         module = model.get_submodule(path)
         names = {n: canonical[id(p)] for n, p in module.named_parameters() if p.requires_grad}
         local = {n: name for n, name in names.items() if plan.covers.get(name) == path}
@@ -65,14 +83,20 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     covered = {name for claim in owners for name in claim.parameters.values()}
     refused: list[tuple[str, list[str]]] = []
     for path, module in model.named_modules():
-        parameters = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+        parameters = {
+            name: canonical[id(p)]
+            for name, p in module.named_parameters(recurse=False)
+            if p.requires_grad
+        }
         left = {local: name for local, name in parameters.items() if name not in covered}
         reason = mixing_reason(module)
         to_lift: list[str] = []
         if reason is None and left and (reason := reason_without_rule(module)) is not None:
             to_lift = [path] if path else [*left.values()]
         elif reason is None and rule_of(module) is None:
-            copied = {n for local, n in left.items() if is_copied(shapes[n]) or is_table(module, local)}
+            copied = {
+                n for local, n in left.items() if is_copied(shapes[n]) or is_table(module, local)
+            }
             if to_lift := [n for n in left.values() if n not in copied | plan.layouts.keys()]:
                 reason = (
                     "its forward reads them itself (use nn.Linear for a matrix, shape (1, 1, n) for what is added to all tokens, "
@@ -84,7 +108,9 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
             owners.append(Claim(module, path, parameters, plan))
     if refused:
         lines = [line for line, _ in refused]
-        said = lines[0] if len(lines) == 1 else f"{len(lines)} layers are refused: " + "; ".join(lines)
+        said = (
+            lines[0] if len(lines) == 1 else f"{len(lines)} layers are refused: " + "; ".join(lines)
+        )
         if not all(names for _, names in refused):
             raise PrivacyConfigError(said)
         raise Uncovered(said, [name for _, names in refused for name in names])
@@ -92,16 +118,24 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     missing = trainable - claimed
     if missing:
-        raise PrivacyConfigError(f"no clipping rule covers the parameter {min(missing)}; freeze it or add a rule")
+        raise PrivacyConfigError(
+            f"no clipping rule covers the parameter {min(missing)}; freeze it or add a rule"
+        )
     for name in trainable:
         if 0 in shapes[name]:
-            raise PrivacyConfigError(f"the parameter {name} of shape {tuple(shapes[name])} has no elements; freeze it")
+            raise PrivacyConfigError(
+                f"the parameter {name} of shape {tuple(shapes[name])} has no elements; freeze it"
+            )
     return owners
 
 
 def refusal(module: nn.Module, path: str, reason: str) -> str:
     """The line that refuses a module."""
-    names = [f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+    names = [
+        f"{path}.{name}".lstrip(".")
+        for name, p in module.named_parameters(recurse=False)
+        if p.requires_grad
+    ]
     what = f"{type(module).__name__}, trains {', '.join(names)}" if names else type(module).__name__
     return f"layer {path or 'root'} ({what}) is refused: {reason}"
 
@@ -117,11 +151,13 @@ def mixing_reason(module: nn.Module) -> str | None:
         case nn.modules.dropout._DropoutNd() if module.training and module.p > 0:
             return "its mask depends on the place of an example in the batch (set p = 0, or call model.eval())"
         case nn.MultiheadAttention() | nn.RNNBase() if module.training and module.dropout > 0:
-            return "its dropout mask depends on the place of an example in the batch (set dropout = 0)"
-        case nn.modules.instancenorm._InstanceNorm() if module.training and module.track_running_stats:
             return (
-                "it keeps running statistics of its examples, which would leave the run without noise (use GroupNorm)"
+                "its dropout mask depends on the place of an example in the batch (set dropout = 0)"
             )
+        case nn.modules.instancenorm._InstanceNorm() if (
+            module.training and module.track_running_stats
+        ):
+            return "it keeps running statistics of its examples, which would leave the run without noise (use GroupNorm)"
         case nn.Embedding() | nn.EmbeddingBag() if module.max_norm is not None:
             return "max_norm shrinks the rows that examples look up, which would leave the run without noise (max_norm = None)"
     return None

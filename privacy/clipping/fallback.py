@@ -60,7 +60,9 @@ class Uncovered(PrivacyConfigError):
         self.names = tuple(names)
 
 
-def mapped(x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any] = lambda value: value) -> Any:
+def mapped(
+    x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any] = lambda value: value
+) -> Any:
     """x with every tensor (and plain value) in it changed, in one order through tuples, lists, mappings and data classes.
 
     Raises:
@@ -78,9 +80,13 @@ def mapped(x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any] 
         case Mapping():
             return type(x)(**{name: mapped(y, change, plain) for name, y in x.items()})
         case _ if dataclasses.is_dataclass(x) and not isinstance(x, type):
-            parts = {f.name: mapped(getattr(x, f.name), change, plain) for f in dataclasses.fields(x)}
+            parts = {
+                f.name: mapped(getattr(x, f.name), change, plain) for f in dataclasses.fields(x)
+            }
             return dataclasses.replace(x, **parts)
-    raise Uncovered(f"a module was called with a {type(x).__name__}, in which the fallback finds no examples")
+    raise Uncovered(
+        f"a module was called with a {type(x).__name__}, in which the fallback finds no examples"
+    )
 
 
 def tensors_of(x: Any) -> list[Tensor]:
@@ -107,7 +113,9 @@ Places = dict[nn.Module, dict[str, Dims]]
 SIZES = (2, 3)
 
 
-def places_of(model: nn.Module, run: Callable[[int], object], restore: Callable[[], object]) -> Places:
+def places_of(
+    model: nn.Module, run: Callable[[int], object], restore: Callable[[], object]
+) -> Places:
     """Finds where the examples stand in what every module takes and returns, from forwards of two batch sizes.
 
     Args:
@@ -123,8 +131,12 @@ def places_of(model: nn.Module, run: Callable[[int], object], restore: Callable[
                 given = args, kwargs
                 values = repr(_listed(given, lambda t: None, lambda value: value))
                 returned = [(t.shape, t.requires_grad) for t in tensors_of(output)]
-                found[module].append((form_of(given), values, [t.shape for t in tensors_of(given)], returned))
-            except Exception:  # an object that may hold anything, or cannot be made of others (packed sequences)
+                found[module].append(
+                    (form_of(given), values, [t.shape for t in tensors_of(given)], returned)
+                )
+            except (
+                Exception
+            ):  # an object that may hold anything, or cannot be made of others (packed sequences)
                 found[module].append(None)
 
         restore()
@@ -145,10 +157,16 @@ def places_of(model: nn.Module, run: Callable[[int], object], restore: Callable[
     def dims(small: list[Any], large: list[Any]) -> dict[str, Dims]:
         found: dict[str, Dims] = {}
         for call, other in zip(small, large, strict=True):
-            if call is None or other is None or (*call[:2], len(call[3])) != (*other[:2], len(other[3])):
+            if (
+                call is None
+                or other is None
+                or (*call[:2], len(call[3])) != (*other[:2], len(other[3]))
+            ):
                 raise ValueError
             inputs = [dim(*pair) for pair in zip(call[2], other[2], strict=True)]
-            outputs = [dim(x[0], y[0]) if x[1] else -1 for x, y in zip(call[3], other[3], strict=True)]
+            outputs = [
+                dim(x[0], y[0]) if x[1] else -1 for x, y in zip(call[3], other[3], strict=True)
+            ]
             if None in outputs or not {*outputs} - {-1} or not {*inputs} - {None}:
                 raise ValueError
             if found.setdefault(call[0], (*inputs, *outputs)) != (*inputs, *outputs):
@@ -207,7 +225,11 @@ class Plan:
         trained = {n: n.rpartition(".")[0] for n, p in model.named_parameters() if p.requires_grad}
         wanted = set()
         for name in names:
-            of_layer = [f"{name}.{n}" for n, _ in modules[name].named_parameters()] if name in modules else [name]
+            of_layer = (
+                [f"{name}.{n}" for n, _ in modules[name].named_parameters()]
+                if name in modules
+                else [name]
+            )
             wanted |= {re.sub(r"\d+", "#", one) for one in of_layer}
         known = places()
         before = dict(self.covers)
@@ -291,7 +313,9 @@ class Replay:
     autocast: tuple[str, bool, torch.dtype]
     modes: tuple[bool, ...]
 
-    def gradients(self, inputs: Sequence[Tensor], output_gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+    def gradients(
+        self, inputs: Sequence[Tensor], output_gradients: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
         """(B, *shape) by local name.
 
         Args:
@@ -302,12 +326,20 @@ class Replay:
             PrivacyConfigError: the replay gives other outputs than the forward, so examples meet in it, or it keeps state; or
                 vmap cannot follow it.
         """
-        dims_in, dims_out = self.dims[: self.num_inputs], [d for d in self.dims[self.num_inputs :] if d != -1]
+        dims_in, dims_out = (
+            self.dims[: self.num_inputs],
+            [d for d in self.dims[self.num_inputs :] if d != -1],
+        )
         module, size = self.claim.module, output_gradients[0].shape[dims_out[0] or 0]
         trained = {name: module.get_parameter(name).detach() for name in self.claim.parameters}
         of_each = [(inputs, dims_in), (output_gradients, dims_out)]
         numel = sum(p.numel() for p in trained.values())
-        numel += sum(x.numel() // size for xs, ds in of_each for x, d in zip(xs, ds, strict=True) if d is not None)
+        numel += sum(
+            x.numel() // size
+            for xs, ds in of_each
+            for x, d in zip(xs, ds, strict=True)
+            if d is not None
+        )
         chunk = min(size, max(1, CHUNK_BYTES // (numel * output_gradients[0].element_size())))
         parts: dict[str, list[Tensor]] = {name: [] for name in trained}
         seen: list[list[Tensor]] = []
@@ -316,11 +348,15 @@ class Replay:
             for part, mode in zip(module.modules(), self.modes, strict=True):
                 part.training = mode
             buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-            fixed = {n: p.detach() for n, p in module.named_parameters() if n not in trained} | buffers
+            fixed = {
+                n: p.detach() for n, p in module.named_parameters() if n not in trained
+            } | buffers
 
             def one(xs: list[Tensor], gs: list[Tensor], weights: dict[str, Tensor]) -> Any:
                 """Gradients and outputs of one example."""
-                tensors = [x if d is None else x.unsqueeze(d) for x, d in zip(xs, dims_in, strict=True)]
+                tensors = [
+                    x if d is None else x.unsqueeze(d) for x, d in zip(xs, dims_in, strict=True)
+                ]
 
                 def outputs(weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
                     args, kwargs = mapped(self.given, lambda number: tensors[len(number)])
@@ -331,16 +367,29 @@ class Replay:
                     return tuple(y for y, d in ys if d != -1)
 
                 ys, back = torch.func.vjp(outputs, weights)
-                (found,) = back(tuple(g.unsqueeze(d) for g, d in zip(gs, dims_out, strict=True) if d is not None))
-                return found, tuple(y.squeeze(d) for y, d in zip(ys, dims_out, strict=True) if d is not None)
+                (found,) = back(
+                    tuple(
+                        g.unsqueeze(d) for g, d in zip(gs, dims_out, strict=True) if d is not None
+                    )
+                )
+                return found, tuple(
+                    y.squeeze(d) for y, d in zip(ys, dims_out, strict=True) if d is not None
+                )
 
             for start in range(0, size, chunk):
-                rows = torch.arange(start, start + chunk, device=output_gradients[0].device).clamp(max=size - 1)
+                rows = torch.arange(start, start + chunk, device=output_gradients[0].device).clamp(
+                    max=size - 1
+                )
                 some = [
-                    [x if d is None else x.index_select(d, rows) for x, d in zip(xs, ds, strict=True)]
+                    [
+                        x if d is None else x.index_select(d, rows)
+                        for x, d in zip(xs, ds, strict=True)
+                    ]
                     for xs, ds in of_each
                 ]
-                found, outputs = self._each(one, some, trained, (list(dims_in), list(dims_out)), chunk)
+                found, outputs = self._each(
+                    one, some, trained, (list(dims_in), list(dims_out)), chunk
+                )
                 for name, g in found.items():
                     parts[name].append(g[: size - start])
                 if self.recorded:
@@ -352,7 +401,9 @@ class Replay:
             before = before.movedim(d or 0, 0)
             finite = before.reshape(len(before), -1).isfinite().all(1)
             y, before = y[finite].double(), before[finite].double()
-            if float((y - before).norm()) > OUTPUTS_TOLERANCE.get(self.recorded[0].dtype, 0.1) * float(before.norm()):
+            if float((y - before).norm()) > OUTPUTS_TOLERANCE.get(
+                self.recorded[0].dtype, 0.1
+            ) * float(before.norm()):
                 raise PrivacyConfigError(
                     f"{self.claim.where}, and gives other outputs for examples alone than together: they meet in it, or it keeps "
                     "state"
@@ -366,7 +417,9 @@ class Replay:
         made-up input takes, and a replay of one after the other would hide that.
         """
         for way in range(self.claim.plan.ways.get(self.claim.path, 0), 2):
-            each = {n: p.expand(count, *p.shape) for n, p in weights.items()} if way == 1 else weights
+            each = (
+                {n: p.expand(count, *p.shape) for n, p in weights.items()} if way == 1 else weights
+            )
             # On CPU torch has a fused attention without a vmap of its own: it would be called for one example after the other.
             attention = sdpa_kernel(SDPBackend.MATH) if self.autocast[0] == "cpu" else nullcontext()
             try:

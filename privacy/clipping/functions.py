@@ -57,7 +57,9 @@ def function_of(option: Clipping) -> Callable[[list[str], float], ClippingFuncti
         index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         bound = max_grad_norm / math.sqrt(len(index))
         of_name = {name: index[group] for name, group in zip(names, groups, strict=True)}
-        return ClippingFunction(of_name, (bound,) * len(index), "normalise" if option.normalises else "clip")
+        return ClippingFunction(
+            of_name, (bound,) * len(index), "normalise" if option.normalises else "clip"
+        )
 
     return make
 
@@ -77,4 +79,6 @@ FUNCTIONS = {
     if isinstance(option, Clipping) and not isinstance(option, Adaptive)
 }
 """The functions by the names that plans use. Adaptive clipping is flat at every step; privacy/adaptive_clipping.py moves C."""
-flat, automatic, per_layer, grouped = (FUNCTIONS[name] for name in ("flat", "automatic", "per_layer", "grouped"))
+flat, automatic, per_layer, grouped = (
+    FUNCTIONS[name] for name in ("flat", "automatic", "per_layer", "grouped")
+)

@@ -18,7 +18,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def fused(*, for_all_sizes: bool) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+def fused(
+    *, for_all_sizes: bool
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Compiles a function where its first argument, a tensor or a list of some, is on CUDA. Arguments are positional.
 
     Args:

@@ -124,15 +124,25 @@ class NormTally:
 
     def _entry(self, contributions: list[Contribution]) -> _Entry:
         squared_B, gross_B, hidden_B = contributions[0].norm()
-        if len(contributions) > 1:  # of the sum: gross norms and what underflow hides add up to bounds
+        if (
+            len(contributions) > 1
+        ):  # of the sum: gross norms and what underflow hides add up to bounds
             squared_B, gross_B = squared_B.double(), gross_B.double()
         for i, x in enumerate(contributions[1:], 1):
             norm = x.norm()
-            squared_B, gross_B, hidden_B = squared_B + norm.squared_B, gross_B + norm.gross_B, hidden_B + norm.hidden_B
+            squared_B, gross_B, hidden_B = (
+                squared_B + norm.squared_B,
+                gross_B + norm.gross_B,
+                hidden_B + norm.hidden_B,
+            )
             for y in contributions[:i]:
                 squared_B = squared_B + 2 * inner(x, y)
         rounding = max(c.norm_terms for c in contributions) * unit_roundoff(self.dtype)
-        return Norm(squared_B, gross_B, hidden_B), rounding, max(fold_error(c) for c in contributions)
+        return (
+            Norm(squared_B, gross_B, hidden_B),
+            rounding,
+            max(fold_error(c) for c in contributions),
+        )
 
     @functools.cached_property
     def joined(self) -> Dense:
@@ -155,7 +165,9 @@ class NormTally:
             error_B += torch.stack(by_example, 1).double().square().sum(1)
         fold_squared_B = torch.zeros_like(error_B)
         if any(folds):
-            fold_squared_B = (gross_squared_BP * _row(tuple(fold**2 for fold in folds), self.device)).sum(1)
+            fold_squared_B = (
+                gross_squared_BP * _row(tuple(fold**2 for fold in folds), self.device)
+            ).sum(1)
         return Totals(squared_B, error_B, gross_squared_BP.sum(1), fold_squared_B)
 
     def is_lengthened(self, safe_norm_B: Tensor) -> Tensor:
@@ -165,9 +177,13 @@ class NormTally:
     def safe_norm(self) -> Tensor:
         """(B,) upper bound on norm / (1 + r / 2); infinite or NaN where something overflowed."""
         totals = self.totals
-        squared_B = torch.where(totals.squared_B.isfinite(), totals.squared_B.clamp_min(0), torch.inf)
+        squared_B = torch.where(
+            totals.squared_B.isfinite(), totals.squared_B.clamp_min(0), torch.inf
+        )
         gross_B = totals.gross_squared_B.sqrt()
-        bound_B = (squared_B + totals.error_B).sqrt() + rounding(self.sum_terms, self.dtype) * gross_B
+        bound_B = (squared_B + totals.error_B).sqrt() + rounding(
+            self.sum_terms, self.dtype
+        ) * gross_B
         bound_B = torch.maximum(bound_B + totals.fold_squared_B.sqrt(), gross_B / MOST_CANCELLED)
         return torch.maximum(squared_B.sqrt(), bound_B / (1 + SENSITIVITY_SLACK / 2)).to(self.dtype)
 
@@ -217,6 +233,8 @@ class Factors(NamedTuple):
             num_clipped=(counted_B & is_clipped_B).sum(),
             num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
             norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
-            centred_unclipped=(unclipped(norm_B, self.bound) - 0.5).masked_fill(~counted_B, 0).sum(),
+            centred_unclipped=(unclipped(norm_B, self.bound) - 0.5)
+            .masked_fill(~counted_B, 0)
+            .sum(),
             num_cancelled=(counted_B & self.is_cancelled_B).sum(),
         )

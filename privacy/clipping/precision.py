@@ -37,7 +37,13 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 
-FORCED_BY = ("NVIDIA_TF32_OVERRIDE", "CUBLAS_EMUL", "TORCH_ALLOW_TF32", "ONEDNN_DEFAULT_FPMATH", "DNNL_DEFAULT_FPMATH")
+FORCED_BY = (
+    "NVIDIA_TF32_OVERRIDE",
+    "CUBLAS_EMUL",
+    "TORCH_ALLOW_TF32",
+    "ONEDNN_DEFAULT_FPMATH",
+    "DNNL_DEFAULT_FPMATH",
+)
 """Beginnings of variables by which a product in fp32 or fp64 becomes another."""
 TERMS = 256
 """Terms of each sum in the products that are tried."""
@@ -62,7 +68,9 @@ def has_fp32_products_of_bf16(device: torch.device) -> bool:
         torch.addmm(total, x[0].t(), x[0], out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError) as error:
         said = str(error).partition("\n")[0]
-        known = isinstance(error, TypeError | NotImplementedError)  # an older torch; a device without the operation
+        known = isinstance(
+            error, TypeError | NotImplementedError
+        )  # an older torch; a device without the operation
         if not known and "not supported" not in said.lower().replace("_", " "):
             raise
         slow = "clipping makes them from fp32 copies, several times slower"
@@ -71,7 +79,9 @@ def has_fp32_products_of_bf16(device: torch.device) -> bool:
     return True
 
 
-def require_exact_products(device: torch.device, dtype: torch.dtype, shapes: Iterable[torch.Size] = ()) -> None:
+def require_exact_products(
+    device: torch.device, dtype: torch.dtype, shapes: Iterable[torch.Size] = ()
+) -> None:
     """Tries matrix products once per process, device and dtype, and on accelerators, whose libraries choose kernels by size, for
     each shape; with fp32 those of bf16 too, where there are any.
 
@@ -94,7 +104,11 @@ def require_exact_products(device: torch.device, dtype: torch.dtype, shapes: Ite
         with torch.no_grad(), exact(device):
             wrong = _inexact_product(device, tried, p, d)
         if wrong:
-            forced = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(FORCED_BY)]
+            forced = [
+                f"{name}={value}"
+                for name, value in os.environ.items()
+                if name.startswith(FORCED_BY)
+            ]
             raise PrivacyConfigError(
                 f"{wrong} of {tried} matrices are not exact on {device} ({p} x {d}), so norms and sums would not be what the "
                 f"guarantee assumes: unset {', '.join(forced) or 'what lets this library compute with fewer bits'}"
@@ -108,7 +122,9 @@ def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -
     Half as many bits as the dtype has in both operands, all of them in one, and sums of many terms; every partial sum is below
     2^24 (2^53 in fp64). Every second term is a large number times zero, for emulations that share an exponent.
     """
-    bits, kept = (8, 24) if dtype == torch.bfloat16 else (1 - round(math.log2(torch.finfo(dtype).eps)),) * 2
+    bits, kept = (
+        (8, 24) if dtype == torch.bfloat16 else (1 - round(math.log2(torch.finfo(dtype).eps)),) * 2
+    )
     generator, k = torch.Generator().manual_seed(0), torch.arange(TERMS)[:, None]
 
     def odd(num_bits: int, count: int) -> Tensor:
@@ -116,7 +132,12 @@ def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -
         return numbers.to(device, dtype)
 
     half, few = min(bits, kept // 2), min(bits, (kept - 8) // 2)
-    for x_bits, y_bits, count in ((half, half, 1), (bits, 1, 1), (1, bits, 1), (few, few, TERMS // 2)):
+    for x_bits, y_bits, count in (
+        (half, half, 1),
+        (bits, 1, 1),
+        (1, bits, 1),
+        (few, few, TERMS // 2),
+    ):
         a_p, b_d = odd(x_bits, p), odd(y_bits, d)
         is_term = (k % 2 == 0) if count > 1 else (k == torch.arange(p) * 2 % TERMS)
         x_Np = torch.where(is_term.to(device), a_p, 0)
@@ -125,7 +146,9 @@ def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -
         y_Nd[1::2] = 0.0
         wide = wide_dtype(dtype)
         out: dict[str, Any] = {} if wide == dtype else {"out_dtype": wide}
-        right_pd = count * a_p.to(wide)[:, None] * b_d.to(wide)  # single numbers: no library of matrices
+        right_pd = (
+            count * a_p.to(wide)[:, None] * b_d.to(wide)
+        )  # single numbers: no library of matrices
         x_2np, y_2nd = x_Np.view(2, -1, p), y_Nd.view(2, -1, d)
         is_right = {  # one at a time: a vocabulary times a width is large
             "mm": torch.equal(torch.mm(x_Np.t().contiguous(), y_Nd, **out), right_pd),
@@ -160,7 +183,9 @@ def exact(device: torch.device) -> Iterator[None]:
     try:
         if before != "highest":
             torch.set_float32_matmul_precision("highest")
-        with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):  # meta: shapes are counted
+        with torch.autocast(
+            "cpu" if device.type == "meta" else device.type, enabled=False
+        ):  # meta: shapes are counted
             yield
     finally:
         if before != "highest":

@@ -47,7 +47,10 @@ def copies(parameter: Tensor, batch_size: int, ones: int | None) -> Tensor:
 
 
 def layouts(
-    model: nn.Module, names: Sequence[str], losses: Callable[[int], Tensor], restore: Callable[[], object]
+    model: nn.Module,
+    names: Sequence[str],
+    losses: Callable[[int], Tensor],
+    restore: Callable[[], object],
 ) -> dict[str, int]:
     """For parameters that a forward reads, the number of ones with which copies do; the self-check compares what is found.
 
@@ -68,7 +71,9 @@ def layouts(
         path, _, local = name.rpartition(".")
         owner, parameter = model.get_submodule(path), model.get_parameter(name)
         for size, before_B in plain.items():
-            (truth,) = torch.autograd.grad(before_B[0], parameter, retain_graph=True, materialize_grads=True)
+            (truth,) = torch.autograd.grad(
+                before_B[0], parameter, retain_graph=True, materialize_grads=True
+            )
             restore()
             rows = owner.__dict__[local] = copies(parameter, size, ones).requires_grad_()
             try:
@@ -81,7 +86,9 @@ def layouts(
             if gradient is None:  # only another module reads it, by a rule of its own
                 continue
             alike = torch.allclose(loss_B, before_B, rtol=1e-3) and not gradient[1:].any()
-            if not alike or float((gradient[0].view_as(truth) - truth).norm()) > 1e-3 * float(truth.norm()):
+            if not alike or float((gradient[0].view_as(truth) - truth).norm()) > 1e-3 * float(
+                truth.norm()
+            ):
                 return False
         return True
 
@@ -113,19 +120,33 @@ class Table(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            if not torch.is_grad_enabled() or not isinstance(result, Tensor):  # of its shape, dtype or device
+            if not torch.is_grad_enabled() or not isinstance(
+                result, Tensor
+            ):  # of its shape, dtype or device
                 return result
             table = next(x for x in [*args, *kwargs.values()] if isinstance(x, Table))
-            if func is not F.embedding or args[1] is not table or kwargs["scale_grad_by_freq"] or kwargs["sparse"]:
+            if (
+                func is not F.embedding
+                or args[1] is not table
+                or kwargs["scale_grad_by_freq"]
+                or kwargs["sparse"]
+            ):
                 raise Uncovered(
-                    f"the table {table.parameter} is used in another way than by F.embedding", [table.parameter]
+                    f"the table {table.parameter} is used in another way than by F.embedding",
+                    [table.parameter],
                 )
             tapped, padding = table.tap(args[0], result), kwargs["padding_idx"]
             if padding is None:
                 return tapped
-            return torch.where((args[0] == padding % len(table))[..., None], result, tapped)  # that row is not trained
+            return torch.where(
+                (args[0] == padding % len(table))[..., None], result, tapped
+            )  # that row is not trained

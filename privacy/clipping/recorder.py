@@ -68,11 +68,19 @@ class Call:
         gradient = self.output_gradient
         if self.written is not None:
             for local, grad_B in self.written.items():
-                yield self.claim.parameters[local], Dense(wide(grad_B), is_product=grad_B[0].numel() > SHORT)
+                yield (
+                    self.claim.parameters[local],
+                    Dense(wide(grad_B), is_product=grad_B[0].numel() > SHORT),
+                )
             return
         if self.local_name:
             x, name = self.input, self.claim.parameters[self.local_name]
-            yield name, Dense(wide(gradient)) if x is None else Rows(x.reshape(len(x), -1), tokens(gradient))
+            yield (
+                name,
+                Dense(wide(gradient))
+                if x is None
+                else Rows(x.reshape(len(x), -1), tokens(gradient)),
+            )
             return
         kind = rule_of(self.claim.module)
         assert kind is not None
@@ -93,7 +101,9 @@ class _Tap(torch.autograd.Function):
     """Outputs of a layer, or of a module that the fallback replays; `report(kept, gradients)` follows on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, report: "Report", num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, root: Tensor, report: "Report", num_outputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors[num_outputs:])
         ctx.report = report
         # Not `view_as`: the caller may write into a layer's output in place, since no rule reads it. Where the layer itself or
@@ -135,7 +145,10 @@ class Hook:
         return self._run(*arguments)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (nullcontext(), "__exit__")  # it takes anything and returns None, without this package
+        return getattr, (
+            nullcontext(),
+            "__exit__",
+        )  # it takes anything and returns None, without this package
 
 
 class Recorder:
@@ -164,15 +177,23 @@ class Recorder:
                 before, after = Hook(partial(self._enter, claim)), Hook(partial(self._leave, claim))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(
-                    module.register_forward_hook(after, prepend=True, with_kwargs=True, always_call=True)
+                    module.register_forward_hook(
+                        after, prepend=True, with_kwargs=True, always_call=True
+                    )
                 )
             elif rule_of(module) is None:
-                self._handles.append(module.register_forward_pre_hook(Hook(partial(self._shadow, claim))))
-                self._handles.append(module.register_forward_hook(Hook(partial(_unshadow, claim)), always_call=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(Hook(partial(self._shadow, claim)))
+                )
+                self._handles.append(
+                    module.register_forward_hook(Hook(partial(_unshadow, claim)), always_call=True)
+                )
             else:
                 # First of all hooks: a sharded engine's would take the weights away that a rule may want to keep.
                 hook = Hook(self._record(claim))
-                self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_hook(hook, prepend=True, with_kwargs=True)
+                )
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -192,7 +213,9 @@ class Recorder:
                 with torch.enable_grad():
                     with plain_words():
                         loss_B = task(**inputs)
-                    shape = tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
+                    shape = (
+                        tuple(loss_B.shape) if isinstance(loss_B, Tensor) else type(loss_B).__name__
+                    )
                     if shape != (batch_size,):
                         raise PrivacyConfigError(
                             f"the task returned {shape} for {batch_size} examples, not one of shape ({batch_size},): it must "
@@ -206,9 +229,13 @@ class Recorder:
                 num_calls = dict(self._num_calls)
                 # Layers are called as often in every micro-batch of the same shapes: the number of contributions moves how the
                 # gradient of every example is rounded, so the example with most work must not set it.
-                before = self._num_calls_at.setdefault(tuple((name, x.shape) for name, x in inputs.items()), num_calls)
+                before = self._num_calls_at.setdefault(
+                    tuple((name, x.shape) for name, x in inputs.items()), num_calls
+                )
                 if before != num_calls:
-                    name = min(n for n in {**before, **num_calls} if before.get(n) != num_calls.get(n))
+                    name = min(
+                        n for n in {**before, **num_calls} if before.get(n) != num_calls.get(n)
+                    )
                     raise PrivacyConfigError(
                         f"the layer of {name} was called {num_calls.get(name, 0)} times here, and {before.get(name, 0)} times in "
                         "another micro-batch of the same shapes: how often must not depend on the examples; call it as often for "
@@ -220,7 +247,9 @@ class Recorder:
                     num_backwards -= 1
                     self.sink = sink
                     with torch.enable_grad(), plain_words():
-                        torch.autograd.grad(loss, [root], retain_graph=num_backwards > 0, allow_unused=True)
+                        torch.autograd.grad(
+                            loss, [root], retain_graph=num_backwards > 0, allow_unused=True
+                        )
 
                 yield Forward(loss_B.detach(), num_calls, backward)
         finally:
@@ -229,7 +258,9 @@ class Recorder:
             for claim in self._claims:
                 _unshadow(claim)
 
-    def report(self, call: Call, replay: Replay | None = None, gradients: Sequence[Tensor] = ()) -> None:
+    def report(
+        self, call: Call, replay: Replay | None = None, gradients: Sequence[Tensor] = ()
+    ) -> None:
         """A tap saw its gradient, or those of the outputs of a module that covers parameters, which is replayed then."""
         if self.sink is None:
             raise PrivacyConfigError(
@@ -244,11 +275,17 @@ class Recorder:
                 self.root = root
         with torch.no_grad(), exact(call.output_gradient.device):
             if replay is not None:
-                norms = [torch.linalg.vector_norm(wide(g).flatten(1), dim=1) for g in written.values()]
-                call = replace(call, kept=(), output_gradient=torch.stack(norms, 1), written=written)
+                norms = [
+                    torch.linalg.vector_norm(wide(g).flatten(1), dim=1) for g in written.values()
+                ]
+                call = replace(
+                    call, kept=(), output_gradient=torch.stack(norms, 1), written=written
+                )
             self.sink(call)
 
-    def _enter(self, claim: Claim, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, claim: Claim, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self.root is None:
             return
         if torch.compiler.is_compiling():
@@ -258,7 +295,12 @@ class Recorder:
         self._inside.append((claim, {id(x): x._version for x in tensors_of((args, kwargs))}))
 
     def _leave(
-        self, claim: Claim, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self,
+        claim: Claim,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
     ) -> Any:
         """The outputs of a module that covers parameters, tapped.
 
@@ -273,11 +315,14 @@ class Recorder:
         given, names = (args, kwargs), list(claim.parameters.values())
         inputs, outputs = tensors_of(given), tensors_of(output)
         if any(versions.get(id(x)) != x._version for x in inputs):
-            raise Uncovered(f"{claim.where}, but something writes in place to what it was called with", names)
+            raise Uncovered(
+                f"{claim.where}, but something writes in place to what it was called with", names
+            )
         dims = claim.plan.places[claim.path].get(form_of(given), ())
         sized = zip([*inputs, *outputs], dims, strict=False)
         if len(dims) != len(inputs) + len(outputs) or any(
-            (d == -1 and x.requires_grad) or (d not in (None, -1) and (x.dim() <= d or x.shape[d] != self._batch_size))
+            (d == -1 and x.requires_grad)
+            or (d not in (None, -1) and (x.dim() <= d or x.shape[d] != self._batch_size))
             for x, d in sized
         ):
             raise Uncovered(
@@ -308,10 +353,14 @@ class Recorder:
         return replace(claim, parameters=left) if covered else claim
 
     def _tap(self, output: Tensor, claim: Claim, local_name: str, *kept: Tensor) -> Tensor:
-        self._num_calls.update([claim.parameters[local_name]] if local_name else claim.parameters.values())
+        self._num_calls.update(
+            [claim.parameters[local_name]] if local_name else claim.parameters.values()
+        )
 
         def report(kept: list[Tensor], gradients: list[Tensor]) -> None:
-            self.report(Call(claim, local_name, kept[0] if kept else None, gradients[0], tuple(kept[1:])))
+            self.report(
+                Call(claim, local_name, kept[0] if kept else None, gradients[0], tuple(kept[1:]))
+            )
 
         tapped: Tensor = _Tap.apply(self.root, report, 1, output, *kept)[0]  # type: ignore[no-untyped-call]  # torch's
         return tapped
@@ -328,7 +377,9 @@ class Recorder:
             on_compiled_call, lambda x, g: self.report(Call(claim, "", x, g, is_borrowed=True))
         )
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        def hook(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor | None:
             if self.root is None:
                 return None
             x = args[0] if args else next(iter(kwargs.values()))
@@ -343,7 +394,9 @@ class Recorder:
 
         return hook
 
-    def _tap_call(self, claim: Claim, local_name: str, x: Tensor, output: Tensor, *others: Tensor) -> Tensor:
+    def _tap_call(
+        self, claim: Claim, local_name: str, x: Tensor, output: Tensor, *others: Tensor
+    ) -> Tensor:
         """The output of a layer, or of a raw parameter that was used like one, tapped."""
         if len(x) == len(output) == 1 != self._batch_size and not x.requires_grad:
             # One row for all examples: as if every example had made the call for itself.
@@ -355,7 +408,9 @@ class Recorder:
         x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
         return self._tap(output, claim, local_name, x, *others)
 
-    def _require_examples(self, x: Tensor, output: Tensor, claim: Claim, local_name: str = "") -> None:
+    def _require_examples(
+        self, x: Tensor, output: Tensor, claim: Claim, local_name: str = ""
+    ) -> None:
         size = self._batch_size
         if len(output) == len(x) == size:
             return
@@ -398,7 +453,9 @@ def plain_words() -> Iterator[None]:
     except RuntimeError as error:
         ours = str(Path(__file__).parent)
         frames = traceback.extract_tb(error.__traceback__)
-        outside = [f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)]
+        outside = [
+            f for f in frames if "/torch/" not in f.filename and not f.filename.startswith(ours)
+        ]
         place = f" (at {outside[-1].filename}:{outside[-1].lineno})" if outside else ""
         if isinstance(error, CheckpointError):
             reason = (

@@ -163,7 +163,10 @@ def group_norm(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contributio
     assert isinstance(module, nn.GroupNorm)
     normalised, g = F.group_norm(wide(x), module.num_groups, eps=module.eps), wide(g)
     weight, bias = normalised.mul_(g), g  # (B, C, ...)
-    return {name: Dense(y.reshape(*x.shape[:2], -1).sum(2)) for name, y in (("weight", weight), ("bias", bias))}
+    return {
+        name: Dense(y.reshape(*x.shape[:2], -1).sum(2))
+        for name, y in (("weight", weight), ("bias", bias))
+    }
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -177,7 +180,9 @@ def convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contributi
     require_batch(module, x, n + 2)
     both_sides: list[int] = module._reversed_padding_repeated_twice
     if any(both_sides):
-        x = F.pad(x, both_sides, "constant" if module.padding_mode == "zeros" else module.padding_mode)
+        x = F.pad(
+            x, both_sides, "constant" if module.padding_mode == "zeros" else module.padding_mode
+        )
     patches_BTd = _unfolded(module, x)
     g_BTp = g.flatten(2).transpose(1, 2)
     return _with_bias(module, _by_group(module, patches_BTd, g_BTp), g_BTp)
@@ -193,19 +198,25 @@ def transposed_convolution(module: nn.Module, x: Tensor, g: Tensor) -> dict[str,
     n = len(module.kernel_size)
     require_batch(module, x, n + 2)
     padding = [int(size) for size in module.padding]
-    patches_BTp = _unfolded(module, F.pad(g, [size for size in reversed(padding) for _ in range(2)]), x.shape[2:])
+    patches_BTp = _unfolded(
+        module, F.pad(g, [size for size in reversed(padding) for _ in range(2)]), x.shape[2:]
+    )
     weight = _by_group(module, patches_BTp, x.flatten(2).transpose(1, 2))
     return _with_bias(module, weight, g.flatten(2).transpose(1, 2))
 
 
-def _unfolded(module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int] | None = None) -> Tensor:
+def _unfolded(
+    module: nn.modules.conv._ConvNd, x: Tensor, places: Sequence[int] | None = None
+) -> Tensor:
     """(B, T, channels * kernel size): what each place of the kernel sees, in the order of the weight.
 
     Args:
         places: how many there are in each dimension, where the kernel would fit in more often.
     """
     n = len(module.kernel_size)
-    for i, (size, step, gap) in enumerate(zip(module.kernel_size, module.stride, module.dilation, strict=True)):
+    for i, (size, step, gap) in enumerate(
+        zip(module.kernel_size, module.stride, module.dilation, strict=True)
+    ):
         x = x.unfold(2 + i, (size - 1) * gap + 1, step)[..., ::gap]
         if places is not None:
             x = x.narrow(2 + i, 0, places[i])
@@ -229,17 +240,25 @@ def prelu(module: nn.Module, x: Tensor, g: Tensor) -> dict[str, Contribution]:
     return {"weight": Dense(below.reshape(len(x), channels, -1).sum(2))}
 
 
-def keep_for_vocabulary_head(module: nn.Module, inputs: Sequence[Tensor], output: Tensor) -> tuple[Tensor, ...]:
+def keep_for_vocabulary_head(
+    module: nn.Module, inputs: Sequence[Tensor], output: Tensor
+) -> tuple[Tensor, ...]:
     """(targets, log-sum-exp, weight, bias): copies, because sharded engines take the weights away after the forward."""
     if len(inputs) == 1:
         return ()
     head: Any = module
     _, weight_VD, bias_V = head.operands(inputs[0])
-    return inputs[1], output[..., 0].detach(), *(p.detach().clone() for p in (weight_VD, bias_V) if p is not None)
+    return (
+        inputs[1],
+        output[..., 0].detach(),
+        *(p.detach().clone() for p in (weight_VD, bias_V) if p is not None),
+    )
 
 
 @rule("models.vocabulary_head:VocabularyHead", keep=keep_for_vocabulary_head)
-def vocabulary_head(module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor) -> dict[str, Contribution]:
+def vocabulary_head(
+    module: nn.Module, x: Tensor, g: Tensor, *kept: Tensor
+) -> dict[str, Contribution]:
     """weight (V, d), bias (V,). Called for scores, it is a Linear; with targets x is (B, T, d) and g is (B, T, 2).
 
     The head goes straight to the cross-entropy, by chunks of the vocabulary. The rule uses the arithmetic of the class

@@ -156,30 +156,46 @@ def check_against_autograd(
         for dtype in (torch.float64, None):
             with untouched(model, task, dtype) as restore:
                 inside = structure(model, task)
-                wide = {n: x.to(dtype) if x.is_floating_point() and dtype else x.clone() for n, x in made_up.items()}
+                wide = {
+                    n: x.to(dtype) if x.is_floating_point() and dtype else x.clone()
+                    for n, x in made_up.items()
+                }
                 precision = _precision(model, task, wide, dtype)
                 if precision is not None:
-                    _by_groups(model, partial(_check, model, task, wide, precision, unreached, restore))
+                    _by_groups(
+                        model, partial(_check, model, task, wide, precision, unreached, restore)
+                    )
                 moved = changes(inside, structure(model, task))
                 if precision is not None:
                     require_nothing_gathered(model, task, wide, restore)
                     restore()
-                    allowed = NEIGHBOURS_TOLERANCE if precision == torch.float64 else ATOMICS_TOLERANCE
+                    allowed = (
+                        NEIGHBOURS_TOLERANCE if precision == torch.float64 else ATOMICS_TOLERANCE
+                    )
                     require_unconditional(model, task, wide, allowed, allowed_ids)
                     if padding is not None:
                         require_padding(task, wide, dict(padding), allowed)
             if precision is not None:
                 break
-        if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in model.parameters()):
+        if dtype is not None and any(
+            p.requires_grad and p.dtype != dtype for p in model.parameters()
+        ):
             with untouched(model, task) as restore:
-                _by_groups(model, lambda: _among_neighbours(model, task, made_up, restore, is_wide=False))
+                _by_groups(
+                    model, lambda: _among_neighbours(model, task, made_up, restore, is_wide=False)
+                )
     reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
     made_up = {name: x.detach().clone() for name, x in made_up.items()}
     PASSED.setdefault(model, []).append(Passed(before, moved, reference, made_up, set()))
 
 
 def check_at_size(
-    model: nn.Module, inputs: Mapping[str, Tensor], size: int, task: Task | None = None, *, mode: Mode = "bookkeeping"
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    size: int,
+    task: Task | None = None,
+    *,
+    mode: Mode = "bookkeeping",
 ) -> None:
     """Compares clipped sums, as a run makes them, with examples one at a time.
 
@@ -202,10 +218,15 @@ def check_at_size(
     size = min(size, EXAMPLES_PER_PART)  # clipping goes through larger ones in parts
     where = f"in micro-batches of {size} examples, in the precision of the run, "
     row_B = torch.arange(size) % len(next(iter(made_up.values())))
-    counted = torch.ones(size, dtype=torch.bool), torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2)
+    counted = (
+        torch.ones(size, dtype=torch.bool),
+        torch.arange(size) >= min(EXAMPLES_PER_SUM, size // 2),
+    )
     batch = {name: x[row_B.to(x.device)] for name, x in made_up.items()}
     device = next(iter(batch.values())).device
-    scale_B = 2.0 ** (torch.arange(size) % 5)  # so that norms differ, and a factor of another row is seen
+    scale_B = 2.0 ** (
+        torch.arange(size) % 5
+    )  # so that norms differ, and a factor of another row is seen
 
     def scaled(**inputs: Tensor) -> Tensor:
         loss_B = task(**inputs)
@@ -218,14 +239,24 @@ def check_at_size(
         with _clipped(model, TINY_BOUND, mode=mode, device=device) as (clipped, norms):
             for counts_B in counted:
                 with must_take(f"{size} examples together"):
-                    num_cancelled += int(clipped.add_micro_batch(scaled, batch, ~counts_B.to(device)).num_cancelled)
-                found.append({name: total.to("cpu", torch.float32) for name, total in clipped.sums()})
+                    num_cancelled += int(
+                        clipped.add_micro_batch(scaled, batch, ~counts_B.to(device)).num_cancelled
+                    )
+                found.append(
+                    {name: total.to("cpu", torch.float32) for name, total in clipped.sums()}
+                )
         norm_B = torch.cat(norms)[:size].double().cpu() / scale_B
-        factor_B = torch.minimum(scale_B, TINY_BOUND / norm_B)  # what is shorter than C is not clipped
+        factor_B = torch.minimum(
+            scale_B, TINY_BOUND / norm_B
+        )  # what is shorter than C is not clipped
         for i in range(int(row_B.max()) + 1):
-            _, gradient = _truth(model, task, {name: x[i : i + 1] for name, x in made_up.items()}, restore)
+            _, gradient = _truth(
+                model, task, {name: x[i : i + 1] for name, x in made_up.items()}, restore
+            )
             norm = math.hypot(*(float(g.double().norm()) for g in gradient.values()))
-            longest = math.inf if num_cancelled else (1 + tolerance) * norm + TINY_BOUND  # tokens that cancel: norms.py
+            longest = (
+                math.inf if num_cancelled else (1 + tolerance) * norm + TINY_BOUND
+            )  # tokens that cancel: norms.py
             wrong_B = (row_B == i) & ~((norm_B >= (1 - tolerance) * norm) & (norm_B <= longest))
             if wrong_B.any():
                 row = int(wrong_B.nonzero()[0])
@@ -238,7 +269,9 @@ def check_at_size(
                 for name, g in gradient.items():
                     sums[name] = sums.get(name, 0) + share * g.float().cpu()
         second = {name: total - found[0][name] for name, total in found[1].items()}
-        floor = max(FLOOR, tolerance)  # in bf16 a bias without effect has a gradient of rounding alone
+        floor = max(
+            FLOOR, tolerance
+        )  # in bf16 a bias without effect has a gradient of rounding alone
         _compare(expected[0], found[0], tolerance, where, floor)
         _compare(expected[1], second, tolerance, f"{where}of a second one, ", floor)
 
@@ -257,7 +290,11 @@ def _by_groups(model: nn.Module, check: Callable[[], object]) -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[set[nn.Parameter]] = [set()]
     for p in trained:
-        if groups[-1] and sum(q.numel() for q in groups[-1]) + p.numel() > TOGETHER and not compiled_weights(model):
+        if (
+            groups[-1]
+            and sum(q.numel() for q in groups[-1]) + p.numel() > TOGETHER
+            and not compiled_weights(model)
+        ):
             groups.append(set())
         groups[-1].add(p)
     try:
@@ -289,9 +326,14 @@ def _clipped(
     """A sum of this model, which passes for checked, and the norms of what it is given."""
     norms: list[Tensor] = []
     clipped = ClippedSum(
-        model, bound, self_check=False, **settings,
-        function=lambda names, c: _Noting(dict.fromkeys(names, 0), (c,), norms=norms, weights=weights),
-    )  # fmt: skip
+        model,
+        bound,
+        self_check=False,
+        **settings,
+        function=lambda names, c: _Noting(
+            dict.fromkeys(names, 0), (c,), norms=norms, weights=weights
+        ),
+    )
     try:
         yield clipped, norms
     finally:
@@ -312,7 +354,9 @@ def _check(
 
     def require_truth(loss_B: Tensor, found_B: Tensor, sums: dict[str, Tensor]) -> None:
         compare_losses(loss_B, found_B, tolerance)
-        idle = [n for n in sums if n not in unreached and (n not in expected or not expected[n].any())]
+        idle = [
+            n for n in sums if n not in unreached and (n not in expected or not expected[n].any())
+        ]
         if idle:
             listed = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
             raise PrivacyConfigError(
@@ -342,17 +386,33 @@ def _check(
             with _weighted(model, weight_B) as together:
                 first = together(task, {name: x[order] for name, x in inputs.items()})
             require_truth(loss_N[order], *first)
-            require_truth(loss_N, *_among_neighbours(model, task, inputs, restore, is_wide=precision == torch.float64))
+            require_truth(
+                loss_N,
+                *_among_neighbours(
+                    model, task, inputs, restore, is_wide=precision == torch.float64
+                ),
+            )
             return
         except PrivacyConfigError as error:
             # Copies of what a model reads itself are wrong for it where it raises an error, where losses or gradients change (its
             # norm, its length, rows by number). Then the fallback tries; a model that mixes examples is refused all the same.
-            plan, by_themselves = plan_of(model), {p for p, m in model.named_modules() if rule_of(m) is None}
-            raw = [n for n, p in model.named_parameters() if p.requires_grad and n.rpartition(".")[0] in by_themselves]
+            plan, by_themselves = (
+                plan_of(model),
+                {p for p, m in model.named_modules() if rule_of(m) is None},
+            )
+            raw = [
+                n
+                for n, p in model.named_parameters()
+                if p.requires_grad and n.rpartition(".")[0] in by_themselves
+            ]
             names = error.names if isinstance(error, Uncovered) else [*raw, *plan.shared]
-            if not isinstance(error, Uncovered | NotTaken):  # no copies are left where the fallback is
+            if not isinstance(
+                error, Uncovered | NotTaken
+            ):  # no copies are left where the fallback is
                 names = [n for n in names if n not in plan.covers]
-            fitting = layouts(model, [n for n in names if n in raw and n not in tried], losses, restore)
+            fitting = layouts(
+                model, [n for n in names if n in raw and n not in tried], losses, restore
+            )
             tried |= {*names}
             plan.layouts |= fitting
             if not left or not (fitting or (names and plan.lift(model, names, places))):
@@ -364,7 +424,9 @@ def _among_neighbours(
 ) -> Found:
     """What the clipping rules make of all made-up examples, after a look that it is equal among neighbours of all kinds."""
     count = len(next(iter(inputs.values())))
-    stays_B = torch.tensor([*[False] * FIRST, *[True] * (count - 1), *[False] * BEFORE_THE_LAST, True])
+    stays_B = torch.tensor(
+        [*[False] * FIRST, *[True] * (count - 1), *[False] * BEFORE_THE_LAST, True]
+    )
     row_B = torch.arange(len(stays_B)) % count
     row_B[stays_B] = torch.arange(count)
     weight_B = torch.zeros(len(stays_B), dtype=torch.float64)
@@ -390,14 +452,17 @@ def _among_neighbours(
             compare_losses(first[0][0], loss_B, tolerance)
             try:
                 _compare(first[0][1], sums, tolerance)
-            except Uncovered as error:  # a neighbour reaches a gradient: no other rule is looked for
+            except (
+                Uncovered
+            ) as error:  # a neighbour reaches a gradient: no other rule is looked for
                 raise PrivacyConfigError(str(error)) from None
 
         among_neighbours(inputs, row_B, stays_B, run)
     with suppress(NotTaken), torch.no_grad(), must_take("cut to half"):
         short = {name: shortened(x) for name, x in inputs.items()}
         alone_B, among_B = (
-            task(**{name: torch.cat([x, others[name]]) for name, x in short.items()}) for others in (short, inputs)
+            task(**{name: torch.cat([x, others[name]]) for name, x in short.items()})
+            for others in (short, inputs)
         )
         compare_losses(alone_B[:count], among_B[:count], tolerance)
     return first[0]
@@ -421,7 +486,9 @@ def _weighted(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, In
             clipped.zero_()
             with must_take(f"{len(counts_B)} examples together"):
                 clipped.add_micro_batch(watched, batch, ~counts_B)
-            return seen[0].detach()[counts_B], {name: total.clone() for name, total in clipped.sums()}
+            return seen[0].detach()[counts_B], {
+                name: total.clone() for name, total in clipped.sums()
+            }
 
         yield together
 
@@ -433,7 +500,11 @@ class _Narrowing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
-        if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex()) and y.dtype not in WIDE:
+        if (
+            isinstance(y, Tensor)
+            and (y.is_floating_point() or y.is_complex())
+            and y.dtype not in WIDE
+        ):
             self.narrowest = min(self.narrowest, torch.finfo(y.dtype.to_real()).bits)
             self.seen |= any(isinstance(x, Tensor) and x.dtype in WIDE for x in args)
         return y
@@ -441,14 +512,18 @@ class _Narrowing(TorchFunctionMode):
 
 def _is_narrow(model: nn.Module, task: Task, inputs: Inputs) -> bool:
     """Whether the forward computes in half precision somewhere; a compiled one may, and nobody sees it."""
-    if compiled_weights(model) or any(torch.finfo(p.dtype).bits < 32 for p in model.parameters() if p.requires_grad):
+    if compiled_weights(model) or any(
+        torch.finfo(p.dtype).bits < 32 for p in model.parameters() if p.requires_grad
+    ):
         return True
     with torch.no_grad(), _Narrowing() as watch:
         task(**{name: x[:1].clone() for name, x in inputs.items()})
     return bool(watch.narrowest < 32)
 
 
-def _precision(model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype | None) -> torch.dtype | None:
+def _precision(
+    model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype | None
+) -> torch.dtype | None:
     """The narrowest dtype that the forward computes in; None if it cannot run in `dtype`."""
     if dtype is None:
         dtypes = {p.dtype: name for name, p in model.named_parameters() if p.requires_grad}
@@ -462,7 +537,9 @@ def _precision(model: nn.Module, task: Task, inputs: Inputs, dtype: torch.dtype 
     try:
         with torch.enable_grad(), watch:
             task(**{name: x[:1].clone() for name, x in inputs.items()})
-    except Exception:  # kernels without float64, dtypes that the model wrote down: anything may be raised
+    except (
+        Exception
+    ):  # kernels without float64, dtypes that the model wrote down: anything may be raised
         return None
     return torch.float32 if watch.seen else torch.float64
 
@@ -486,8 +563,15 @@ def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], N
         if not loss_B.requires_grad:
             continue
         # Backward of cuDNN's convolutions would be in TF32, of which a model that runs in float32 alone must not be accused.
-        with must_take("one alone"), plain_words(), exact(loss_B.device), torch.backends.cudnn.flags(enabled=False):
-            gradients = torch.autograd.grad(loss_B.sum(), list(parameters.values()), allow_unused=True)
+        with (
+            must_take("one alone"),
+            plain_words(),
+            exact(loss_B.device),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            gradients = torch.autograd.grad(
+                loss_B.sum(), list(parameters.values()), allow_unused=True
+            )
         for name, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 total[name] = total[name].add_(g, alpha=share) if name in total else share * g
@@ -495,11 +579,17 @@ def _truth(model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], N
 
 
 def _compare(
-    expected: Mapping[str, Tensor], sums: Mapping[str, Tensor], tolerance: float, where: str = "", floor: float = FLOOR
+    expected: Mapping[str, Tensor],
+    sums: Mapping[str, Tensor],
+    tolerance: float,
+    where: str = "",
+    floor: float = FLOOR,
 ) -> None:
     truth = {name: expected.get(name, torch.zeros_like(total)) for name, total in sums.items()}
     scale = max(float(g.norm()) for g in truth.values())
-    if not 0 < scale < math.inf:  # neither a part that is missed nor one of a neighbour would be seen
+    if (
+        not 0 < scale < math.inf
+    ):  # neither a part that is missed nor one of a neighbour would be seen
         raise PrivacyConfigError(
             f"the gradients of the made-up examples together have norm {scale:g} in the precision of the self-check or of the "
             "run, where they underflow or overflow, so nothing can be compared: scale the loss, or make up other examples"
@@ -507,7 +597,12 @@ def _compare(
     differences = {name: float((sums[name] - g).norm()) for name, g in truth.items()}
     allowed = {name: tolerance * (float(g.norm()) + floor * scale) for name, g in truth.items()}
     # A difference that is not finite is the worst.
-    name = max(truth, key=lambda n: differences[n] / allowed[n] if differences[n] < float("inf") else float("inf"))
+    name = max(
+        truth,
+        key=lambda n: (
+            differences[n] / allowed[n] if differences[n] < float("inf") else float("inf")
+        ),
+    )
     if not differences[name] <= allowed[name]:
         raise Uncovered(
             f"{where}the clipping rules do not see the gradient of {name} as torch does (difference {differences[name]:.1e} of "

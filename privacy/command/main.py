@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from ..audit.report import AuditReport
 
 OF_THE_TRAINER = ("run", "canaries")
-SIZES, NOISE = ("num_examples", "expected_batch_size", "num_steps"), ("target_epsilon", "noise_multiplier")
+SIZES, NOISE = (
+    ("num_examples", "expected_batch_size", "num_steps"),
+    ("target_epsilon", "noise_multiplier"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,15 +40,21 @@ def plan(options: argparse.Namespace) -> int:
     from ..releases import SENSITIVITY_SLACK
 
     asked = {name: getattr(options, name) for name in (*SIZES, *NOISE)}
-    made = make_plan(PlanRequest(**asked, target_delta=options.delta, sensitivity_slack=SENSITIVITY_SLACK))
+    made = make_plan(
+        PlanRequest(**asked, target_delta=options.delta, sensitivity_slack=SENSITIVITY_SLACK)
+    )
     epsilon, most = made.epsilon_planned, made.epsilon_with_reserve
     if epsilon is None or most is None:
         raise ConfigError(f"there is no formal guarantee: {made.reasons[0]}")
     found = {
-        "epsilon": epsilon, "epsilon_with_reserve": most, "delta": made.target_delta,
-        "noise_multiplier": made.noise_multiplier, "sample_rate": made.sample_rate, "cap": made.cap,
+        "epsilon": epsilon,
+        "epsilon_with_reserve": most,
+        "delta": made.target_delta,
+        "noise_multiplier": made.noise_multiplier,
+        "sample_rate": made.sample_rate,
+        "cap": made.cap,
         "reserved_attempts": made.reserved_attempts,
-    }  # fmt: skip
+    }
     text = (
         f"epsilon {rounded_up(epsilon)} at delta {made.target_delta:g} (at most {rounded_up(most)}, when crashes use up "
         f"the reserve of {made.reserved_attempts} attempts); noise multiplier {made.noise_multiplier:.6g}, sample rate "
@@ -85,7 +94,9 @@ def audit(options: argparse.Namespace) -> int:
 
         audited_plan(options.run_dir)
         if not is_of_a_loop(options.run_dir):
-            raise ConfigError(f"{options.run_dir} is a run of the trainer: take launch_scripts/audit.py mechanism")
+            raise ConfigError(
+                f"{options.run_dir} is a run of the trainer: take launch_scripts/audit.py mechanism"
+            )
         made = loop_audit(options.run_dir)
     else:
         from ..audit.folder import ledger_audit, schedule_audit
@@ -97,7 +108,9 @@ def audit(options: argparse.Namespace) -> int:
 def conclude(made: "AuditReport", run_dir: Path, *, as_json: bool) -> int:
     """Prints an audit with its date and the ledger that was looked at, of another of which it says nothing; its exit code."""
     ledger = sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    today = datetime.now(UTC).date().isoformat()  # a finer clock would show how long training took before
+    today = (
+        datetime.now(UTC).date().isoformat()
+    )  # a finer clock would show how long training took before
     made = replace(made, facts={**made.facts, "date_utc": today, "ledger_sha256": ledger})
     print(printable(json.dumps(made.to_json(), allow_nan=False)) if as_json else made.to_text())
     return made.exit_code
@@ -106,7 +119,9 @@ def conclude(made: "AuditReport", run_dir: Path, *, as_json: bool) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="auditable-dp", description=(__doc__ or "").split("\n\n")[0])
     kinds = parser.add_subparsers(required=True, metavar="plan/report/audit/verify", dest="command")
-    one = kinds.add_parser("plan", help="epsilon or noise before any data are touched", description=plan.__doc__)
+    one = kinds.add_parser(
+        "plan", help="epsilon or noise before any data are touched", description=plan.__doc__
+    )
     for name in SIZES:
         one.add_argument(f"--{name}", type=int, required=True)
     noise = one.add_mutually_exclusive_group(required=True)
@@ -114,7 +129,9 @@ def _parser() -> Parser:
         noise.add_argument(f"--{name}", type=float)
     one.add_argument("--delta", type=float, help="default 1 / (2 num_examples)")
     one.set_defaults(act=plan)
-    one = kinds.add_parser("report", help="the privacy card of a run folder", description=report.__doc__)
+    one = kinds.add_parser(
+        "report", help="the privacy card of a run folder", description=report.__doc__
+    )
     one.add_argument("run_dir", type=Path)
     one.set_defaults(act=report)
     one = kinds.add_parser("audit", help="recheck a run folder", description=audit.__doc__)
@@ -123,14 +140,20 @@ def _parser() -> Parser:
     one.set_defaults(act=audit)
     for each in kinds.choices.values():
         each.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    kinds.add_parser("verify", help="recheck a published folder; `verify --help` lists its options", add_help=False)
+    kinds.add_parser(
+        "verify",
+        help="recheck a published folder; `verify --help` lists its options",
+        add_help=False,
+    )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; what a user can mend is one line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["verify"]:  # the library's own copy judges the folder, and reads its own options
+    if given[:1] == [
+        "verify"
+    ]:  # the library's own copy judges the folder, and reads its own options
         from .. import verify
 
         return verify.main(given[1:])
@@ -138,7 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(given)
         return int(options.act(options))
     except ModuleNotFoundError as error:
-        print(f"error: {error.name} is not installed: pip install 'auditable-dp[card]'", file=sys.stderr)
+        print(
+            f"error: {error.name} is not installed: pip install 'auditable-dp[card]'",
+            file=sys.stderr,
+        )
         return 2
     except Exception as error:
         said = in_one_line(error)

@@ -33,7 +33,9 @@ def require_ledger(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise ConfigError(f"run folder {run_dir} does not exist")
     if not ledger.exists():
-        above = next((one for one in run_dir.resolve().parents if (one / ledger.name).is_file()), None)
+        above = next(
+            (one for one in run_dir.resolve().parents if (one / ledger.name).is_file()), None
+        )
         way_out = f"give {above}" if above else "nothing was trained here"
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: {way_out}")
     if not ledger.is_file():  # a pipe would block whoever reads it
@@ -60,7 +62,9 @@ class Survey(NamedTuple):
 
 def survey(run_dir: Path) -> Survey:
     """Looks at every name; a folder in which nothing is public is named once."""
-    inside = {_identity(path.lstat()) for path in (run_dir / "private").rglob("*") if not path.is_dir()}
+    inside = {
+        _identity(path.lstat()) for path in (run_dir / "private").rglob("*") if not path.is_dir()
+    }
     found = Survey([], {})
     for name, entry in _walk(run_dir, ""):
         status = entry.stat(follow_symlinks=False)
@@ -86,7 +90,10 @@ def open_public(run_dir: Path, name: str) -> BinaryIO:
     *folders, file = name.split("/")
     descriptor = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for part, flags in [*((folder, os.O_DIRECTORY) for folder in folders), (file, os.O_NONBLOCK)]:
+        for part, flags in [
+            *((folder, os.O_DIRECTORY) for folder in folders),
+            (file, os.O_NONBLOCK),
+        ]:
             inner = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | flags, dir_fd=descriptor)
             os.close(descriptor)
             descriptor = inner

@@ -13,7 +13,9 @@ def _refuse_huge(value: Any) -> None:
     """ValueError for an integer that Python cannot write out: hexadecimal ones pass the limit of its own parser."""
     if isinstance(value, int) and value.bit_length() > 1000:
         raise ValueError("a number has hundreds of digits")
-    for one in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else []:
+    for one in (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    ):
         _refuse_huge(one)
 
 
@@ -31,10 +33,16 @@ def read_toml(path: Path, what: str, hint: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{what} {path}: {error.strerror}; {hint}") from error
     except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
-        swapped = "; it is JSON, so were --recipe and --ds_config swapped?" if path.suffix == ".json" else ""
+        swapped = (
+            "; it is JSON, so were --recipe and --ds_config swapped?"
+            if path.suffix == ".json"
+            else ""
+        )
         raise ConfigError(f"{what} {path} is not TOML: {error}{swapped}") from error
     except RecursionError as error:
-        raise ConfigError(f"{what} {path} is nested too deeply; no key lies deeper than three sections") from error
+        raise ConfigError(
+            f"{what} {path} is nested too deeply; no key lies deeper than three sections"
+        ) from error
     return tree
 
 
@@ -42,7 +50,13 @@ def refuse_nul(value: Any, where: str) -> None:
     """TOML can write the one character that no path and no process argument can hold."""
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{where}: {value!r} holds a NUL character; remove it")
-    inner = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else []
+    inner = (
+        [*value.keys(), *value.values()]
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, list)
+        else []
+    )
     for one in inner:
         refuse_nul(one, where)
 
@@ -69,6 +83,10 @@ def written(value: Any) -> str:
         case tuple() | list():
             return "[" + ", ".join(written(v) for v in value) + "]"
         case dict():
-            return "{" + ", ".join(f"{k} = {written(v)}" for k, v in value.items() if v is not None) + "}"
+            return (
+                "{"
+                + ", ".join(f"{k} = {written(v)}" for k, v in value.items() if v is not None)
+                + "}"
+            )
         case _:
             return repr(value)

@@ -44,7 +44,9 @@ class LineRefused(Exception):
     """A line that is not legal at its place; becomes PrivacyStateRefused with file and line number."""
 
 
-def encode_line(seq: int, kind: str, time_utc: str, previous: str, fields: Mapping[str, Any]) -> bytes:
+def encode_line(
+    seq: int, kind: str, time_utc: str, previous: str, fields: Mapping[str, Any]
+) -> bytes:
     """The canonical bytes of one record, without the newline: header first, then the fields in sorted order."""
     clash = [name for name in _HEADER if name in fields]
     if clash:
@@ -53,7 +55,9 @@ def encode_line(seq: int, kind: str, time_utc: str, previous: str, fields: Mappi
     # of a torn line must show in its first bytes.
     ordered = json.loads(json.dumps(dict(fields), sort_keys=True, allow_nan=False))
     record = {"seq": seq, "type": kind, "time_utc": time_utc, "previous": previous, **ordered}
-    return json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    return json.dumps(record, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode(
+        "ascii"
+    )
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -63,11 +67,24 @@ def parse_line(line: bytes) -> dict[str, Any]:
         header = [record.pop(name) for name in _HEADER]
         seq, kind, time_utc, previous = header
         canonical = encode_line(seq, kind, time_utc, previous, record)
-        if b"\\ud" in line:  # half of a character (a surrogate) is no text: no card and no page could be written of it
+        if (
+            b"\\ud" in line
+        ):  # half of a character (a surrogate) is no text: no card and no page could be written of it
             json.dumps([kind, time_utc, previous, record], ensure_ascii=False).encode()
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, PrivacyStateRefused) as error:
+    except (
+        ValueError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+        PrivacyStateRefused,
+    ) as error:
         raise LineRefused("not a ledger record") from error
-    if canonical != line or type(seq) is not int or not all(isinstance(item, str) for item in header[1:]):
+    if (
+        canonical != line
+        or type(seq) is not int
+        or not all(isinstance(item, str) for item in header[1:])
+    ):
         raise LineRefused("not in the ledger's canonical form")
     fields: dict[str, Any] = dict(zip(_HEADER, header, strict=True)) | record
     return fields
@@ -92,7 +109,9 @@ Kind = type | tuple[type, ...] | Callable[[Any], bool]
 """What a field of a record may hold: a type, one of several, or what a test says."""
 
 
-def require_fields(record: Mapping[str, Any], fields: Mapping[str, Kind], *, exact: bool = True) -> None:
+def require_fields(
+    record: Mapping[str, Any], fields: Mapping[str, Kind], *, exact: bool = True
+) -> None:
     """LineRefused unless the record has these fields, besides those of every record, each of its kind.
 
     Args:
@@ -108,7 +127,10 @@ def require_fields(record: Mapping[str, Any], fields: Mapping[str, Kind], *, exa
         if name in record:
             value = record[name]
             fits = isinstance(value, kind) if isinstance(kind, type | tuple) else kind(value)
-            require(fits, f"{name} of `{record['type']}` cannot be {str(value)[:60]!r}" if not fits else "")
+            require(
+                fits,
+                f"{name} of `{record['type']}` cannot be {str(value)[:60]!r}" if not fits else "",
+            )
 
 
 def is_hex(value: object, digits: int = 64) -> bool:
@@ -201,7 +223,9 @@ def read_chain(data: bytes, state: ChainState, name: str) -> bytes:
     """
     *lines, tail = data.split(b"\n")
     if not lines:
-        raise PrivacyStateRefused(f"{name}: line 1: no whole record; a ledger is created with its first one")
+        raise PrivacyStateRefused(
+            f"{name}: line 1: no whole record; a ledger is created with its first one"
+        )
     try:
         for line in lines:
             state.absorb(line)
@@ -254,10 +278,15 @@ class AppendOnly:
         while True:
             with self._refusing("lock"):
                 try:
-                    return fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
+                    return fcntl.flock(
+                        self._descriptor,
+                        fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB),
+                    )
                 except BlockingIOError as error:
                     if time.monotonic() > deadline:
-                        raise PrivacyStateRefused(f"{self.path}: another program has the {self._what} open") from error
+                        raise PrivacyStateRefused(
+                            f"{self.path}: another program has the {self._what} open"
+                        ) from error
             time.sleep(0.05)
 
     def read(self) -> bytes:
@@ -328,7 +357,9 @@ class ChainFile(Generic[State]):
             self._missing = self._files[0].read()
             self._tail, data = read_chain(self._missing, state, str(path)), self._missing
             second = mirror(state)
-            self._new_mirror = second if makes_mirror and second is not None and not second.exists() else None
+            self._new_mirror = (
+                second if makes_mirror and second is not None and not second.exists() else None
+            )
             if second is not None and self._new_mirror is None:
                 self._files.append(AppendOnly(second, "mirror"))
                 copied = self._files[1].read()
@@ -336,11 +367,18 @@ class ChainFile(Generic[State]):
                 intact = data.rfind(b"\n", 0, -1) + 1 if state.mirrored else 0
                 if len(copied) < intact and data.startswith(copied):
                     why = "the mirror was cut, or the ledger's last lines are not its own"
-                    raise PrivacyStateRefused(f"{second}: the mirror lacks more than the last line of {path}: {why}")
-                is_torn_copy = all(byte in (0, own) for byte, own in zip(copied[intact:], data[intact:], strict=False))
+                    raise PrivacyStateRefused(
+                        f"{second}: the mirror lacks more than the last line of {path}: {why}"
+                    )
+                is_torn_copy = all(
+                    byte in (0, own)
+                    for byte, own in zip(copied[intact:], data[intact:], strict=False)
+                )
                 if len(copied) > len(data) or copied[:intact] != data[:intact] or not is_torn_copy:
                     relation = "is longer than" if copied.startswith(data) else "differs from"
-                    raise PrivacyStateRefused(f"{second}: the mirror {relation} {path}: the ledger was rolled back")
+                    raise PrivacyStateRefused(
+                        f"{second}: the mirror {relation} {path}: the ledger was rolled back"
+                    )
                 self._cut = None if data.startswith(copied) else intact
                 self._missing = data[len(copied) if self._cut is None else intact :]
         except BaseException:

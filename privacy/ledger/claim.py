@@ -39,7 +39,9 @@ class LedgerBehind(NamedTuple):
     needed: int
 
 
-def ledgers_of_run(run_dir: Path, run: str | None = None, needed: int | None = None) -> list[LedgerBehind]:
+def ledgers_of_run(
+    run_dir: Path, run: str | None = None, needed: int | None = None
+) -> list[LedgerBehind]:
     """The ledger of a run with a guarantee and those behind it, the newest first.
 
     Args:
@@ -51,11 +53,15 @@ def ledgers_of_run(run_dir: Path, run: str | None = None, needed: int | None = N
         PrivacyStateRefused: a ledger is broken.
     """
     data = (run_dir / "ledger.jsonl").read_bytes()
-    if not data.endswith(b"\n"):  # a write under way, or a crash: charged as its repair would charge it
+    if not data.endswith(
+        b"\n"
+    ):  # a write under way, or a crash: charged as its repair would charge it
         data += TORN_MARK + b"\n"
     state = read_state(data, str(run_dir / "ledger.jsonl"))
     if not state.plan.formal_guarantee:
-        raise PrivacyConfigError(f"{run_dir}: has no guarantee, so nothing can be claimed of its weights")
+        raise PrivacyConfigError(
+            f"{run_dir}: has no guarantee, so nothing can be claimed of its weights"
+        )
     found = [(run or run_dir.resolve().name, data), *read_copies(run_dir, state.opened)]
     own, *before = (LedgerBehind(name, copy, copy.count(b"\n")) for name, copy in found)
     return [own if needed is None else own._replace(needed=needed), *before]
@@ -71,7 +77,12 @@ def keep_copies(run_dir: Path, behind: Sequence[LedgerBehind]) -> list[dict[str,
         durable.replace_file(run_dir / copy_name(number), ledger.copy)
         *lines, _ = ledger.copy.split(b"\n")  # which ends with a whole line
         records.append(
-            {"file": copy_name(number), "run": ledger.run, "lines": len(lines), "hash": hash_line(lines[-1])}
+            {
+                "file": copy_name(number),
+                "run": ledger.run,
+                "lines": len(lines),
+                "hash": hash_line(lines[-1]),
+            }
         )
     return records
 
@@ -135,11 +146,16 @@ def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]
     for number, (_, data) in enumerate(read_copies(run_dir, opened), start=1):
         state = read_state(data, str(run_dir / copy_name(number)))
         if not state.plan.formal_guarantee:
-            raise PrivacyStateRefused(f"{run_dir / copy_name(number)}: is of a run without a guarantee")
+            raise PrivacyStateRefused(
+                f"{run_dir / copy_name(number)}: is of a run without a guarantee"
+            )
         states.append(state)
     for number, state in enumerate(states, start=1):
         for place in state.opened.get("behind", ()):  # another run may have charged more since
-            if not any(place["hash"] in other.hashes[place["lines"] - 1 : place["lines"]] for other in states[number:]):
+            if not any(
+                place["hash"] in other.hashes[place["lines"] - 1 : place["lines"]]
+                for other in states[number:]
+            ):
                 raise PrivacyStateRefused(
                     f"{run_dir / copy_name(number)}: started from other runs than this ledger names"
                 )
@@ -163,7 +179,9 @@ def claim_of(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
     return composed_epsilon(states, delta), delta
 
 
-def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[ReleaseGroup] | None = None) -> float:
+def composed_epsilon(
+    states: Sequence[LedgerState], delta: float, own: Sequence[ReleaseGroup] | None = None
+) -> float:
     """The epsilon at `delta` that any example bears of a chain of runs, the newest first.
 
     Args:
@@ -174,10 +192,15 @@ def composed_epsilon(states: Sequence[LedgerState], delta: float, own: Sequence[
     ] = []  # the sets of runs that one example can be in, as far as declarations say
     for state in reversed(states):
         may_overlap = alternatives and state.opened.get("disjoint_from_start") is not True
-        alternatives = [[state, *runs] for runs in alternatives] if may_overlap else [[state], *alternatives]
+        alternatives = (
+            [[state, *runs] for runs in alternatives] if may_overlap else [[state], *alternatives]
+        )
     values = []
     for runs in alternatives:
-        spent = (state.charged_groups() if own is None or state is not states[0] else own for state in runs)
+        spent = (
+            state.charged_groups() if own is None or state is not states[0] else own
+            for state in runs
+        )
         groups = list(itertools.chain.from_iterable(spent))
         left = delta - math.fsum(state.plan.noise_tail_delta for state in runs)
         values.append(claimed_epsilon(groups, left)[0] if left > 0 else math.inf)

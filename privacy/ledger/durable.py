@@ -188,8 +188,15 @@ def require_apart(roles: Mapping[str, Path], run_dir: Path | None = None) -> Non
     """
     files: dict[Path | tuple[int, int], str] = {}
     if run_dir is not None:
-        inside = (path for pattern in ("*", "private/*") for path in run_dir.glob(pattern) if path.is_file())
-        files |= {_inode(path): str(path) for path in inside}  # a link from outside leads to them, too
+        inside = (
+            path
+            for pattern in ("*", "private/*")
+            for path in run_dir.glob(pattern)
+            if path.is_file()
+        )
+        files |= {
+            _inode(path): str(path) for path in inside
+        }  # a link from outside leads to them, too
     for role, path in roles.items():
         if os.path.lexists(path) and not path.is_file():
             raise PrivacyConfigError(
@@ -201,13 +208,17 @@ def require_apart(roles: Mapping[str, Path], run_dir: Path | None = None) -> Non
                 f"{role} {path}: lies in the run folder {run_dir}, and is rolled back together with it; name a file elsewhere"
             )
         if not place.parent.is_dir():
-            raise PrivacyConfigError(f"{role} {path}: its folder is not there; make it, or name another one")
+            raise PrivacyConfigError(
+                f"{role} {path}: its folder is not there; make it, or name another one"
+            )
         names: list[Path | tuple[int, int]] = [place]
         if place.exists():
             names.append(_inode(place))
         other = next((files[name] for name in names if name in files), None)
         if other is not None:
-            raise PrivacyConfigError(f"{role} {path}: is the same file as {other}; name another one")
+            raise PrivacyConfigError(
+                f"{role} {path}: is the same file as {other}; name another one"
+            )
         files |= dict.fromkeys(names, f"{role} {path}")
 
 

@@ -29,7 +29,11 @@ PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"
 """When this program loaded the module, which is before it looks at any data."""
 LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a program that is just ending."""
-_NOTED: Mapping[str, Literal["start", "at", "close"]] = {"session": "start", "checkpoint": "at", "close": "close"}
+_NOTED: Mapping[str, Literal["start", "at", "close"]] = {
+    "session": "start",
+    "checkpoint": "at",
+    "close": "close",
+}
 """What the witness is told of, once it is durable."""
 
 
@@ -47,7 +51,12 @@ class Ledger:
         self.witness: Membership | None = None
         self._nonce: bytes | None = None
         self._chain = ChainFile(
-            path, LedgerState(), "ledger", self._require_mirror, patience=LOCK_PATIENCE, makes_mirror=True
+            path,
+            LedgerState(),
+            "ledger",
+            self._require_mirror,
+            patience=LOCK_PATIENCE,
+            makes_mirror=True,
         )
         self.state = self._chain.state
         self.plan = self.state.plan
@@ -74,13 +83,17 @@ class Ledger:
         """The mirror, which may be new for a ledger that has had none; one that the ledger has had cannot go away."""
         if self.mirror is None:
             if state.mirrored:
-                raise PrivacyStateRefused(f"{self.path}: has had a mirror; without it a rollback would go unseen")
+                raise PrivacyStateRefused(
+                    f"{self.path}: has had a mirror; without it a rollback would go unseen"
+                )
         elif not self.mirror.exists() and state.mirrored:
             raise PrivacyStateRefused(f"{self.mirror}: the mirror of {self.path} is gone")
         return self.mirror
 
     @classmethod
-    def create(cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None) -> Self:
+    def create(
+        cls, path: Path | str, open_fields: Mapping[str, Any], mirror: Path | str | None = None
+    ) -> Self:
         """Writes the `open` record of a new run; PrivacyStateRefused when the ledger, or a mirror of one, exists.
 
         Args:
@@ -89,9 +102,13 @@ class Ledger:
         """
         path, mirror_path = Path(path), None if mirror is None else Path(mirror)
         if mirror_path is not None and mirror_path.exists():
-            raise PrivacyStateRefused(f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed")
+            raise PrivacyStateRefused(
+                f"{mirror_path}: a mirror without its ledger {path}: the ledger was removed"
+            )
         try:
-            create_chain(path, LedgerState(), PROGRAM_START, {"format": FORMAT_VERSION, **open_fields})
+            create_chain(
+                path, LedgerState(), PROGRAM_START, {"format": FORMAT_VERSION, **open_fields}
+            )
         except FileExistsError as error:
             raise PrivacyStateRefused(f"{path}: exists; a ledger is never overwritten") from error
         except (OSError, LineRefused, ValueError, TypeError) as error:
@@ -99,7 +116,9 @@ class Ledger:
         return cls(path, mirror_path)
 
     @classmethod
-    def open(cls, path: Path | str, mirror: Path | str | None = None, *, mended: bool = True) -> Self:
+    def open(
+        cls, path: Path | str, mirror: Path | str | None = None, *, mended: bool = True
+    ) -> Self:
         """Verifies the chain and the mirror; then `mend`.
 
         Args:
@@ -138,7 +157,9 @@ class Ledger:
             said = f"{len(hashes)} lines, but {remembered} line {seq + 1}: it was rolled back"
             raise PrivacyStateRefused(f"{self.path}: {said}")
         if seq < 0 or hashes[seq] != line_hash:
-            raise PrivacyStateRefused(f"{self.path}: line {seq + 1} is not the one that {remembered}")
+            raise PrivacyStateRefused(
+                f"{self.path}: line {seq + 1} is not the one that {remembered}"
+            )
 
     # Writing
 
@@ -151,9 +172,16 @@ class Ledger:
             restarted: the run has lost its checkpoints and begins again at step 0; none of them is expected any more.
         """
         nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
-        fields = {"nonce": nonce.hex(), "mirror": self.mirror is not None, "environment": dict(environment)}
+        fields = {
+            "nonce": nonce.hex(),
+            "mirror": self.mirror is not None,
+            "environment": dict(environment),
+        }
         fields |= {RESTARTED: True} if restarted else {}
-        self._append("session", fields | dict(self.witness.session_fields() if self.witness is not None else {}))
+        self._append(
+            "session",
+            fields | dict(self.witness.session_fields() if self.witness is not None else {}),
+        )
         self._nonce = nonce
         return nonce
 
@@ -170,7 +198,10 @@ class Ledger:
             raise BudgetSpent(f"the privacy budget is spent: {spent}")
         if self.witness is not None:
             self.witness.before_intent()
-        self._append("intent", {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]})
+        self._append(
+            "intent",
+            {"step": step, "attempt": attempt, "releases": [dict(item) for item in releases]},
+        )
 
     def budget_spent(self) -> str | None:
         """What is spent when one more intent would pass the plan's steps plus reserve; None while it would not.

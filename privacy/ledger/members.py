@@ -30,9 +30,15 @@ from .records import LedgerState
 FILE = "members.jsonl"
 
 
-def members_digest(key: SamplingKey, nonce: bytes, attempt: int, step: int, rank: int, ids: Ids) -> str:
+def members_digest(
+    key: SamplingKey, nonce: bytes, attempt: int, step: int, rank: int, ids: Ids
+) -> str:
     """HMAC-SHA256, in hex, over the attempt and the ids of one rank, in order."""
-    header = b"members v1\0" + nonce + b"".join(value.to_bytes(8, "big") for value in (attempt, step, rank))
+    header = (
+        b"members v1\0"
+        + nonce
+        + b"".join(value.to_bytes(8, "big") for value in (attempt, step, rank))
+    )
     return key.hmac(header + np.ascontiguousarray(ids, dtype="<i8").tobytes())
 
 
@@ -87,7 +93,10 @@ def read_lines(path: Path) -> Iterator[LedgerMark]:
     Raises:
         PrivacyStateRefused: there is no such file, or it cannot be read.
     """
-    with refusing(f"{path}: cannot read the record of attempts"), path.open(errors="replace") as file:
+    with (
+        refusing(f"{path}: cannot read the record of attempts"),
+        path.open(errors="replace") as file,
+    ):
         for line in file:
             try:
                 fields: dict[str, Any] = json.loads(line)
@@ -121,7 +130,11 @@ def not_recorded(state: LedgerState, lines: Iterable[LedgerMark]) -> str | None:
     """Which charge lacks the record of its attempt, in lines that were read after the ledger; None when all have one."""
     charged = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
     for line in lines:
-        if isinstance(line, MembersRecord) and charged.get(line.seq + 1) == (line.nonce, line.step, line.attempt):
+        if isinstance(line, MembersRecord) and charged.get(line.seq + 1) == (
+            line.nonce,
+            line.step,
+            line.attempt,
+        ):
             del charged[line.seq + 1]
     if not charged:
         return None

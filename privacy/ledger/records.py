@@ -48,27 +48,50 @@ _STEP: dict[str, Kind] = {"step": is_count, "attempt": is_count}
 def _is_share(value: Any) -> bool:
     """The owner of coordinates with the smallest norm beside its noise, of several (privacy/noise_seen.py)."""
     whole = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
-    return whole and is_positive(value["owners"]) and is_positive(value["coordinates"]) and is_number(value["norm"])
+    return (
+        whole
+        and is_positive(value["owners"])
+        and is_positive(value["coordinates"])
+        and is_number(value["norm"])
+    )
 
 
 _FIELDS: dict[str, dict[str, Kind]] = {
     "open": {
-        "format": is_count, "plan": dict, "key_commitment": is_hex, "data_hmac?": str, "commit?": str, "accountant?": str,
-        "unit?": str, "shared_ledger?": (str, type(None)), "head?": dict, "behind?": list,
+        "format": is_count,
+        "plan": dict,
+        "key_commitment": is_hex,
+        "data_hmac?": str,
+        "commit?": str,
+        "accountant?": str,
+        "unit?": str,
+        "shared_ledger?": (str, type(None)),
+        "head?": dict,
+        "behind?": list,
         "max_examples_per_owner?": lambda value: value is None or is_positive(value),
         "noised_coordinates?": lambda value: value is None or is_positive(value),
-        "sum_exponent?": lambda value: value is None or type(value) is int, "sum_exponents?": dict,
+        "sum_exponent?": lambda value: value is None or type(value) is int,
+        "sum_exponents?": dict,
     },
     "session": {
-        "nonce": lambda value: is_hex(value, 2 * NONCE_BYTES), "mirror": bool, "environment": dict, f"{RESTARTED}?": bool,
-        "shared_seq?": is_count, "shared_hash?": is_hex,
+        "nonce": lambda value: is_hex(value, 2 * NONCE_BYTES),
+        "mirror": bool,
+        "environment": dict,
+        f"{RESTARTED}?": bool,
+        "shared_seq?": is_count,
+        "shared_hash?": is_hex,
     },
     "intent": {**_STEP, "releases": list},
-    "done": {**_STEP, "noised_norm?": is_number, "noised_fraction?": is_number, "smallest_share?": _is_share},
+    "done": {
+        **_STEP,
+        "noised_norm?": is_number,
+        "noised_fraction?": is_number,
+        "smallest_share?": _is_share,
+    },
     "checkpoint": {"step": is_count, "path": str, "digest": is_hex},
     "repair": {"torn_lines": is_count, "charged": is_count},
     "close": {"reason": lambda value: value in CLOSE_REASONS, "num_charged": is_count},
-}  # fmt: skip
+}
 _BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_count, "hash": is_hex}
 """How `open` names the ledger of a private run behind the initial weights."""
 
@@ -150,7 +173,9 @@ class LedgerState(ChainState):
         if place < 0 or self.closed is not None:
             return False
         since, reached = self.reached[place]
-        return step == reached and all(known < step for (known, _), at in self.checkpoints.items() if at > since)
+        return step == reached and all(
+            known < step for (known, _), at in self.checkpoints.items() if at > since
+        )
 
     def charged_groups(self) -> list[ReleaseGroup]:
         """Everything charged, for the accountant, from the ledger alone: every intent has the planned noise."""
@@ -159,28 +184,42 @@ class LedgerState(ChainState):
     def epsilon(self) -> float | None:
         """Epsilon of everything charged at the plan's delta; None when the plan makes no formal claim."""
         plan = self.plan
-        return epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
+        return (
+            epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
+        )
 
     def check_record(self, record: dict[str, Any] | None) -> None:
         require(self.closed is None, "a record after the end" if record else "bytes after the end")
         if record is None:
             return
         kind = record["type"]
-        require((kind == "repair") == bool(self.torn_run), "a `repair` follows torn lines, and nothing else does")
+        require(
+            (kind == "repair") == bool(self.torn_run),
+            "a `repair` follows torn lines, and nothing else does",
+        )
         match kind:
             case "open":
                 version = record["format"]
-                require(version == FORMAT_VERSION, f"ledger format {version} is not {FORMAT_VERSION}")
+                require(
+                    version == FORMAT_VERSION, f"ledger format {version} is not {FORMAT_VERSION}"
+                )
                 for place in record.get("behind", []):
                     require_fields({"type": "behind"} | place, _BEHIND)
                 try:
                     recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
                 except PrivacyConfigError as error:
                     raise LineRefused(f"the frozen plan is refused: {error}") from error
-                one, other = (json.dumps(plan, sort_keys=True) for plan in (recorded, record["plan"]))
-                require(one == other, "a number of the frozen plan has another type")  # as 1, 1.0 and true have
+                one, other = (
+                    json.dumps(plan, sort_keys=True) for plan in (recorded, record["plan"])
+                )
+                require(
+                    one == other, "a number of the frozen plan has another type"
+                )  # as 1, 1.0 and true have
             case "session":
-                require(record["nonce"] not in self.nonces, "the session nonce was used before: coins would repeat")
+                require(
+                    record["nonce"] not in self.nonces,
+                    "the session nonce was used before: coins would repeat",
+                )
                 named = ("shared_seq" in record) == ("shared_hash" in record)
                 require(named, "a line of a shared ledger is named by its number and its SHA-256")
             case "intent":
@@ -195,9 +234,14 @@ class LedgerState(ChainState):
                 require(told, "`done` does not state the norm of what it noised")
             case "checkpoint":
                 require(self.session_active, "a checkpoint outside of a session")
-                require(record["step"] <= self.last_done_step, "a checkpoint of a step that is not done")
+                require(
+                    record["step"] <= self.last_done_step, "a checkpoint of a step that is not done"
+                )
             case "repair":
-                repaired, expected = (record["torn_lines"], record["charged"]), (len(self.torn_run), sum(self.torn_run))
+                repaired, expected = (
+                    (record["torn_lines"], record["charged"]),
+                    (len(self.torn_run), sum(self.torn_run)),
+                )
                 require(repaired == expected, "the repair does not match the torn lines before it")
             case "close":
                 same = record["num_charged"] == self.num_charged
@@ -209,11 +253,18 @@ class LedgerState(ChainState):
         planned = self.opened["plan"]["num_steps"]
         require(1 <= step <= planned, f"step {step} is not one of the planned {planned}")
         if self.pending is not None:
-            require(step == self.pending.step, f"step {step} while step {self.pending.step} is not done")
+            require(
+                step == self.pending.step, f"step {step} while step {self.pending.step} is not done"
+            )
         elif self.position_in_session is not None:
-            require(step == self.position_in_session + 1, f"step {step} does not follow {self.position_in_session}")
+            require(
+                step == self.position_in_session + 1,
+                f"step {step} does not follow {self.position_in_session}",
+            )
         else:
-            require(step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}")
+            require(
+                step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}"
+            )
         following = self.attempts[step]
         require(attempt == following, f"attempt {attempt} of step {step}: {following} is next")
 
@@ -235,7 +286,9 @@ class LedgerState(ChainState):
                 self.session_active = True
                 self.pending = self.position_in_session = None
             case "intent":
-                self.pending = Intent(record["seq"], self.nonces[-1], record["step"], record["attempt"])
+                self.pending = Intent(
+                    record["seq"], self.nonces[-1], record["step"], record["attempt"]
+                )
                 self.intents.append(self.pending)
                 self.attempts[record["step"]] += 1
             case "done":
@@ -294,8 +347,13 @@ def noise_multiplier_of(releases: object) -> float:
 def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
     """A step releases what the plan says, to rounding: less noise breaks the claim, and more would lower epsilon unearned."""
     plan, sigma = opened["plan"], noise_multiplier_of(releases)
-    if "head" in opened:  # statistics of other names and sensitivities; together they are worth the planned noise
-        require(_close(sigma, plan["noise_multiplier"]), f"noise multiplier {sigma:g} is not the planned one")
+    if (
+        "head" in opened
+    ):  # statistics of other names and sensitivities; together they are worth the planned noise
+        require(
+            _close(sigma, plan["noise_multiplier"]),
+            f"noise multiplier {sigma:g} is not the planned one",
+        )
         return
     bound, adaptive = plan["max_grad_norm"], plan["adaptive_clipping"]
     if adaptive is not None:  # C moves
@@ -304,10 +362,14 @@ def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
         require(low <= bound <= high, f"C = {bound:g} is outside of its range")
     planned = step_releases(plan["noise_multiplier"], bound, adaptive)
     names = [release["name"] for release in planned]
-    require([r["name"] for r in releases] == names, f"a step of this plan releases {' and '.join(names)}")
+    require(
+        [r["name"] for r in releases] == names,
+        f"a step of this plan releases {' and '.join(names)}",
+    )
     for stated, expected in zip(releases, planned, strict=True):
         require(
-            _close(stated["std"], expected["std"]) and _close(stated["sensitivity"], expected["sensitivity"]),
+            _close(stated["std"], expected["std"])
+            and _close(stated["sensitivity"], expected["sensitivity"]),
             f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
             f"plan has {expected['std']:g} for {expected['sensitivity']:g}",
         )

@@ -67,7 +67,9 @@ def open_run_state(
     is_new = not ledger_path.exists()
     if is_new:
         if has_checkpoint:
-            raise PrivacyStateRefused(f"{ledger_path}: a checkpoint without its ledger; what it spent is unknown")
+            raise PrivacyStateRefused(
+                f"{ledger_path}: a checkpoint without its ledger; what it spent is unknown"
+            )
         state, key = None, SamplingKey.stage(key_path)
         if members is not None:
             # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
@@ -80,7 +82,9 @@ def open_run_state(
     else:
         # Everything is compared before anything is written, so that what is refused stays as it was.
         state = read_ledger(ledger_path)
-        frozen = f"{ledger_path}: privacy fields are frozen, so give the old value or another run folder"
+        frozen = (
+            f"{ledger_path}: privacy fields are frozen, so give the old value or another run folder"
+        )
         require_equal(state.opened["plan"], plan.frozen_fields(), frozen)
         key = SamplingKey.load(key_path, state.opened["key_commitment"])
         if state.opened.get("data_hmac") != key.hmac(data_manifest):
@@ -88,9 +92,13 @@ def open_run_state(
                 f"{ledger_path}: the data are not those that the run was opened with: give those, or another run folder"
             )
         if state.opened.get("shared_ledger") != identity:
-            raise PrivacyConfigError(f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with")
+            raise PrivacyConfigError(
+                f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with"
+            )
         if members is not None:
-            contradiction = not_in_ledger(read_lines(members), state) or not_recorded(state, read_lines(members))
+            contradiction = not_in_ledger(read_lines(members), state) or not_recorded(
+                state, read_lines(members)
+            )
             if contradiction:
                 raise PrivacyStateRefused(
                     f"{ledger_path} and {members} contradict each other: {contradiction}; restore both from one backup"
@@ -99,14 +107,23 @@ def open_run_state(
         run = key.commitment()
         with contextlib.ExitStack() as joining:
             if owner is not None and shared is not None:
-                time, fixed = PROGRAM_START if state is None else state.opened["time_utc"], shared.fixed_in_advance
-                joined = owner.joined(run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time)
+                time, fixed = (
+                    PROGRAM_START if state is None else state.opened["time_utc"],
+                    shared.fixed_in_advance,
+                )
+                joined = owner.joined(
+                    run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time
+                )
                 joining.enter_context(joined)
             if is_new:
                 fields = {
-                    "plan": plan.frozen_fields(), "key_commitment": run, "data_hmac": key.hmac(data_manifest),
-                    "accountant": accountant_version(), "shared_ledger": identity, **(open_fields or {}),
-                }  # fmt: skip
+                    "plan": plan.frozen_fields(),
+                    "key_commitment": run,
+                    "data_hmac": key.hmac(data_manifest),
+                    "accountant": accountant_version(),
+                    "shared_ledger": identity,
+                    **(open_fields or {}),
+                }
                 ledger = Ledger.create(ledger_path, fields, mirror)
             else:
                 ledger = Ledger.open(ledger_path, mirror, mended=mended)

@@ -56,8 +56,16 @@ class SharedLedger:
                 f"a shared ledger needs a positive finite epsilon and a delta between 0 and 1, not {epsilon:g} and {delta:g}"
             )
         if Path(path).exists():
-            raise PrivacyConfigError(f"{path} exists already; to see it: shared_ledger.py show {path}")
-        fields = {"format": FORMAT, "epsilon": epsilon, "delta": delta, "unit": UNIT, "adjacency": ADJACENCY}
+            raise PrivacyConfigError(
+                f"{path} exists already; to see it: shared_ledger.py show {path}"
+            )
+        fields = {
+            "format": FORMAT,
+            "epsilon": epsilon,
+            "delta": delta,
+            "unit": UNIT,
+            "adjacency": ADJACENCY,
+        }
         fields |= {"informal_runs": True} if informal_runs else {}
         if not Path(path).parent.is_dir():
             raise PrivacyConfigError(f"{path}: make its folder first")
@@ -65,16 +73,22 @@ class SharedLedger:
             second = Path(mirror).resolve()
             require_apart({"the shared ledger": Path(path), "its mirror": second})
             if second.exists() and second.stat().st_size:
-                raise PrivacyConfigError(f"{second}: exists; a mirror of a new shared ledger is a new file")
+                raise PrivacyConfigError(
+                    f"{second}: exists; a mirror of a new shared ledger is a new file"
+                )
             if not second.exists():
                 create_mirror(second)
             fields["mirror"] = str(second)
-        created = datetime.now(UTC).isoformat(timespec="milliseconds")  # no run has looked at the data yet
+        created = datetime.now(UTC).isoformat(
+            timespec="milliseconds"
+        )  # no run has looked at the data yet
         try:
             create_chain(Path(path), SharedState(), created, fields)
         except (OSError, LineRefused) as error:
             reason = error.strerror if isinstance(error, OSError) else None
-            raise PrivacyConfigError(f"{path}: cannot create the shared ledger: {reason or error}") from error
+            raise PrivacyConfigError(
+                f"{path}: cannot create the shared ledger: {reason or error}"
+            ) from error
         return cls(path)
 
     def mirror(self) -> Path | None:
@@ -103,7 +117,9 @@ class SharedLedger:
             if state.mirror is not None:
                 copied = state.mirror.read_bytes()  # it grows after the file, which is read again
                 if not self.path.read_bytes().startswith(copied):
-                    raise PrivacyStateRefused(f"{state.mirror}: the mirror differs from {self.path}")
+                    raise PrivacyStateRefused(
+                        f"{state.mirror}: the mirror differs from {self.path}"
+                    )
         return state
 
     @contextlib.contextmanager
@@ -154,7 +170,9 @@ class SharedLedger:
     def require_remembered(self, state: LedgerState, shared: SharedState) -> None:
         """PrivacyStateRefused when this file, read as `shared`, no longer holds what a run with the ledger `state` saw in it."""
         run, seen = state.opened["key_commitment"], state.shared_seen
-        lost = seen is not None and (seen[0] >= shared.num_lines or shared.hashes[seen[0]] != seen[1])
+        lost = seen is not None and (
+            seen[0] >= shared.num_lines or shared.hashes[seen[0]] != seen[1]
+        )
         if lost or (state.nonces and not shared.knows(run)):
             raise PrivacyStateRefused(
                 f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or written; bring back the newest copy"
@@ -167,7 +185,9 @@ class SharedLedger:
         total = state.opened["epsilon"]
         if not plan.formal_guarantee:
             reason = plan.reasons[0]
-            raise PrivacyConfigError(f"{self.path}: a run without a formal guarantee cannot reserve: {reason}")
+            raise PrivacyConfigError(
+                f"{self.path}: a run without a formal guarantee cannot reserve: {reason}"
+            )
         # What can have been fixed in advance: in a study's own ledger only the points of its grid were, and a point of a grid is
         # one run: whoever trains it anew has seen what came of it.
         outside = "" in state.grids and name not in state.grids[""]
@@ -178,7 +198,9 @@ class SharedLedger:
         earlier = state.reservations.get(run)
         if earlier is not None:
             if (earlier.group, earlier.noise_tail_delta) != (group, plan.noise_tail_delta):
-                raise PrivacyStateRefused(f"{self.path}: this run reserved other releases than it plans")
+                raise PrivacyStateRefused(
+                    f"{self.path}: this run reserved other releases than it plans"
+                )
             return None
         alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
         if alone > total:
@@ -196,7 +218,9 @@ class SharedLedger:
             )
         return {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
 
-    def freeze_grid(self, study: str, points: Mapping[str, str], *, begun: bool) -> Mapping[str, str]:
+    def freeze_grid(
+        self, study: str, points: Mapping[str, str], *, begun: bool
+    ) -> Mapping[str, str]:
         """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
 
         Args:
@@ -230,12 +254,16 @@ class SharedLedger:
                     "time_utc": entry.time_utc,
                     "is_this_run": entry.run == run,
                     "chosen_after_outputs": entry.adaptive,
-                    "epsilon": replace(state, reservations={}).epsilon(replace(entry, adaptive=False)),
+                    "epsilon": replace(state, reservations={}).epsilon(
+                        replace(entry, adaptive=False)
+                    ),
                     **asdict(entry.group),
                 }
                 for entry in entries
             ],
-            "informal_runs": [{"name": name, "reason": reason} for name, reason in state.informal.values()],
+            "informal_runs": [
+                {"name": name, "reason": reason} for name, reason in state.informal.values()
+            ],
         }
 
     def locked(self) -> ChainFile[SharedState]:
@@ -283,7 +311,10 @@ class Membership:
     def before_intent(self) -> None:
         """Nobody else has taken the reservation over."""
         # Before the reading: what is written after it is read the next time. Over NFS opening is what asks the server.
-        with refusing(f"{self._shared.path}: cannot use the shared ledger"), self._shared.path.open("rb") as file:
+        with (
+            refusing(f"{self._shared.path}: cannot use the shared ledger"),
+            self._shared.path.open("rb") as file,
+        ):
             status = os.fstat(file.fileno())
         identity = status.st_dev, status.st_ino, status.st_size
         if self._looked != identity:
@@ -325,7 +356,9 @@ class Membership:
             try:
                 self._ledger.require_not_shorter_than(*state.positions[self._run])
             except PrivacyStateRefused as error:
-                raise PrivacyStateRefused(f"{self._shared.path}: another copy of this run went on: {error}") from error
+                raise PrivacyStateRefused(
+                    f"{self._shared.path}: another copy of this run went on: {error}"
+                ) from error
         if self._run in state.closed and self._ledger.state.closed is None:
             raise PrivacyStateRefused(
                 f"{self._shared.path}: this run is closed; what would go on is an older copy of it"

@@ -26,12 +26,19 @@ _GROUP = TypeAdapter(ReleaseGroup)
 _PLACE: dict[str, Kind] = {"run": str, "position": is_count, "hash": is_hex}
 _FIELDS: dict[str, dict[str, Kind]] = {
     "open": {
-        "format": lambda value: value == FORMAT, "epsilon": lambda value: is_number(value) and value > 0,
-        "delta": lambda value: is_number(value) and 0 < value < 1, "unit": lambda value: value == UNIT,
-        "adjacency": lambda value: value == ADJACENCY, "informal_runs?": lambda value: value is True, "mirror?": str,
+        "format": lambda value: value == FORMAT,
+        "epsilon": lambda value: is_number(value) and value > 0,
+        "delta": lambda value: is_number(value) and 0 < value < 1,
+        "unit": lambda value: value == UNIT,
+        "adjacency": lambda value: value == ADJACENCY,
+        "informal_runs?": lambda value: value is True,
+        "mirror?": str,
     },
     "reserve": {
-        "run": str, "name": str, "group": dict, "noise_tail_delta": lambda value: is_number(value) and 0 <= value < 1,
+        "run": str,
+        "name": str,
+        "group": dict,
+        "noise_tail_delta": lambda value: is_number(value) and 0 <= value < 1,
         "adaptive": bool,
     },
     "informal": {"run": str, "name": str, "reason": str},
@@ -39,7 +46,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     "start": _PLACE,
     "at": _PLACE,
     "close": _PLACE,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,10 @@ class SharedState(ChainState):
     @property
     def names(self) -> set[str]:
         """The names of all runs, with and without a guarantee."""
-        return {*(entry.name for entry in self.reservations.values()), *(name for name, _ in self.informal.values())}
+        return {
+            *(entry.name for entry in self.reservations.values()),
+            *(name for name, _ in self.informal.values()),
+        }
 
     def knows(self, run: str) -> bool:
         """Whether the run has reserved, or is counted as one without a guarantee."""
@@ -119,14 +129,22 @@ class SharedState(ChainState):
             return
         match record["type"]:
             case "reserve":
-                require(record["run"] not in self.reservations, "a second reservation of the same run")
+                require(
+                    record["run"] not in self.reservations, "a second reservation of the same run"
+                )
                 reservation_of(record)
             case "informal":
-                require("informal_runs" in self.opened, "a run without a guarantee, which the owner did not permit")
+                require(
+                    "informal_runs" in self.opened,
+                    "a run without a guarantee, which the owner did not permit",
+                )
             case "grid":
                 digests = all(isinstance(digest, str) for digest in record["points"].values())
                 require(digests, "a grid has digests of points by name")
-                require(not self.has_begun(record["study"]), "a grid that was fixed after its study had begun")
+                require(
+                    not self.has_begun(record["study"]),
+                    "a grid that was fixed after its study had begun",
+                )
             case "start" | "at" | "close" as kind:
                 require(self.knows(record["run"]), f"`{kind}` of a run that has reserved nothing")
                 require(record["run"] not in self.closed, f"`{kind}` of a run that is closed")
@@ -156,7 +174,13 @@ def reservation_of(record: dict[str, Any]) -> Reservation:
     try:
         group = _GROUP.validate_json(json.dumps(record["group"]), strict=True)
     except ValidationError as error:
-        raise LineRefused(f"the reserved releases are refused: {error.errors()[0]['msg']}") from error
-    require(asdict(group) == record["group"], "the reserved releases have fields that no release has")
+        raise LineRefused(
+            f"the reserved releases are refused: {error.errors()[0]['msg']}"
+        ) from error
+    require(
+        asdict(group) == record["group"], "the reserved releases have fields that no release has"
+    )
     tail = float(record["noise_tail_delta"])
-    return Reservation(record["run"], record["name"], record["time_utc"], group, tail, record["adaptive"])
+    return Reservation(
+        record["run"], record["name"], record["time_utc"], group, tail, record["adaptive"]
+    )

@@ -5,4 +5,13 @@ from .fields import Field, floats, integers, mask
 from .fix import fix
 from .loop import PrivateLoop, StepResult
 
-__all__ = ["Field", "PrivateLoop", "StepResult", "WeightAverage", "fix", "floats", "integers", "mask"]
+__all__ = [
+    "Field",
+    "PrivateLoop",
+    "StepResult",
+    "WeightAverage",
+    "fix",
+    "floats",
+    "integers",
+    "mask",
+]

@@ -37,7 +37,12 @@ from .weights import (
     switch_reduction,
 )
 
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "DeepSpeedEngine",
+)
 OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
 LOOKED_OVER = 1 << 22
@@ -57,17 +62,26 @@ class OwnEngine:
         is_scheduled: a scheduler is registered, which a resume forwards.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False
+    ) -> None:
         put_away(model)
         trainable = require_plain(model, optimizer)
         self.replicated = not require_rows(model)
         require_apart_in_memory(trainable, optimizer)
-        self.module, self.optimizer, self._trainable, self.sets_rate = model, optimizer, trainable, sets_rate
+        self.module, self.optimizer, self._trainable, self.sets_rate = (
+            model,
+            optimizer,
+            trainable,
+            sets_rate,
+        )
         self.shapes = {name: p.shape for name, p in trainable.items()}
         first = next(iter(trainable.values()))
         self.device, self.compute_dtype = first.device, first.dtype
         self._rows = None if self.replicated else RowShards(trainable, self.device)
-        self.layout = self._rows.layout if self._rows else even_layout(self.shapes, collectives.world_size())
+        self.layout = (
+            self._rows.layout if self._rows else even_layout(self.shapes, collectives.world_size())
+        )
         self.moments, self._numbers = _probe(optimizer, trainable)
         self._left = _kept(optimizer.state)
         self._is_stepping = False
@@ -76,7 +90,9 @@ class OwnEngine:
         self._next_rates = list[float]()
         self._settled = settings(optimizer, with_rates=False)
         self._seen, fixed = fingerprint(trainable), fixed_tensors(model)
-        self._fixed = dict(zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True))
+        self._fixed = dict(
+            zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True)
+        )
         self._in_turn = deque(fixed)
 
     def release(self) -> None:
@@ -92,20 +108,26 @@ class OwnEngine:
             p = self._trainable[name]  # fused steps take gradient and moments for laid out as it is
             p.grad = _strided_as(p, gradient)
             stepped = self.optimizer.state.get(p, {})
-            stepped.update({key: _strided_as(p, x) for key, x in stepped.items() if key in self.moments})
+            stepped.update(
+                {key: _strided_as(p, x) for key, x in stepped.items() if key in self.moments}
+            )
         given = [group.get("lr") for group in self.optimizer.param_groups]
         self._rates = [lr] * len(given) if self.sets_rate else self._next_rates or self.read_rates()
         self._next_rates, self._is_resumed = [], False
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             if self.sets_rate or "lr" in group:
-                group["lr"] = rate  # torch's steps compute with a tensor's own dtype, which may be too narrow
+                group["lr"] = (
+                    rate  # torch's steps compute with a tensor's own dtype, which may be too narrow
+                )
         self._is_stepping = True
         try:
             self.optimizer.step()
         finally:
             self._is_stepping = False
             for group, value in zip(self.optimizer.param_groups, given, strict=True):
-                if isinstance(value, Tensor) and not self.sets_rate:  # the caller may go on to fill it
+                if (
+                    isinstance(value, Tensor) and not self.sets_rate
+                ):  # the caller may go on to fill it
                     group["lr"] = value
         _clear_gradients(self.module, self.optimizer)
         self._seen, self._left = fingerprint(self._trainable), _kept(self.optimizer.state)
@@ -113,7 +135,9 @@ class OwnEngine:
     def _gradients(self, shards: list[GradShard]) -> dict[str, Tensor]:
         """Noised gradients by name: whole ones, or in the shards of their parameters."""
         if self._rows is None:
-            return gather_from_owners(shards, self.layout, self.shapes, self.compute_dtype, self.device)
+            return gather_from_owners(
+                shards, self.layout, self.shapes, self.compute_dtype, self.device
+            )
         rows = self._rows.exchange([shard.values for shard in shards])
         return {name: in_shards(values, self._trainable[name]) for name, values in rows.items()}
 
@@ -127,7 +151,9 @@ class OwnEngine:
         put_away(self.module)
         switch_reduction(self.module, on=False)
         now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if now.keys() != self._trainable.keys() or any(now[name] is not p for name, p in self._trainable.items()):
+        if now.keys() != self._trainable.keys() or any(
+            now[name] is not p for name, p in self._trainable.items()
+        ):
             raise PrivacyConfigError(
                 "parameters were frozen, unfrozen or exchanged since the loop was made: make a new PrivateLoop with another run "
                 "folder"
@@ -142,7 +168,9 @@ class OwnEngine:
                 words += fixed[self._in_turn[0]].numel()
                 looked_at.add(self._in_turn[0])
                 self._in_turn.rotate(-1)
-            numbers = dict(zip(looked_at, fingerprint({name: fixed[name] for name in looked_at}), strict=True))
+            numbers = dict(
+                zip(looked_at, fingerprint({name: fixed[name] for name in looked_at}), strict=True)
+            )
             changed = [name for name, number in numbers.items() if number != self._fixed[name][1]]
         if changed:
             raise PrivacyConfigError(
@@ -211,7 +239,9 @@ class OwnEngine:
         require_held(self._trainable, self.optimizer)
         require_apart_in_memory(self._trainable, self.optimizer)
         if (state := _kept(self.optimizer.state)) != self._left:
-            place = next(key for key in {**state, **self._left} if state.get(key) != self._left.get(key))
+            place = next(
+                key for key in {**state, **self._left} if state.get(key) != self._left.get(key)
+            )
             raise PrivacyConfigError(
                 f"the optimizer's state ({place[-1]}) changed since the loop's last step, and may hold gradients without noise: "
                 "let the loop alone change it; a resume needs no load_state_dict"
@@ -228,14 +258,20 @@ class OwnEngine:
         now = settings(self.optimizer, with_rates=False)
         if now == self._settled:
             return
-        changed = next(place for place in {**now, **self._settled} if now.get(place) != self._settled.get(place))
+        changed = next(
+            place
+            for place in {**now, **self._settled}
+            if now.get(place) != self._settled.get(place)
+        )
         what = f"{changed} of the optimizer was changed, and {type(self.optimizer).__name__}"
         try:
             moments, numbers = _probe(self.optimizer, self._trainable)
         except PrivacyConfigError as error:
             why = error.__cause__ or error
             reason = " ".join(f"{type(why).__name__}: {why}".split())[:200]
-            raise PrivacyConfigError(f"{what} takes no step with it ({reason}): put it back") from error
+            raise PrivacyConfigError(
+                f"{what} takes no step with it ({reason}): put it back"
+            ) from error
         more = {*moments, *numbers} - {*self.moments, *self._numbers}
         if more:
             raise PrivacyConfigError(
@@ -264,14 +300,22 @@ class OwnEngine:
                             "leave its settings as they were; a scheduler that changes momentum is made before the loop"
                         )
                     numbers.setdefault(name, {})[key] = float(value)
-        return {OPTIMIZER_FACTS: {"class": type(self.optimizer).__name__, "numbers": numbers, "rates": self._rates}}
+        return {
+            OPTIMIZER_FACTS: {
+                "class": type(self.optimizer).__name__,
+                "numbers": numbers,
+                "rates": self._rates,
+            }
+        }
 
     def state(self) -> Iterator[ShardState]:
         for piece in self.layout.owned_by(collectives.rank()):
             p = self._trainable[piece.name]
             stepped = self.optimizer.state.get(p, {})
             # A group may keep less than another; zeros stand for what it does not have.
-            moments = {key: stepped[key] if key in stepped else torch.zeros_like(p) for key in self.moments}
+            moments = {
+                key: stepped[key] if key in stepped else torch.zeros_like(p) for key in self.moments
+            }
             tensors = {"param": p.detach(), **moments}
             yield ShardState(piece, {key: own_part(t, piece) for key, t in tensors.items()})
 
@@ -294,7 +338,11 @@ class OwnEngine:
                         f"the checkpoint was written with other settings of the optimizer, which kept {key!r}: give the same ones"
                     )
                 like = self._numbers[key]
-                value = torch.full_like(like, number) if isinstance(like, Tensor) else type(like)(number)
+                value = (
+                    torch.full_like(like, number)
+                    if isinstance(like, Tensor)
+                    else type(like)(number)
+                )
                 self.optimizer.state[self._trainable[name]][key] = value
         self._rates, self._is_resumed = known["rates"], bool(known["rates"])
 
@@ -306,7 +354,9 @@ class OwnEngine:
             for piece, tensors in states.items():
                 p = self._trainable[piece.name]
                 for key, values in tensors.items():
-                    set_own_part(p if key == "param" else self.optimizer.state[p][key], piece, values)
+                    set_own_part(
+                        p if key == "param" else self.optimizer.state[p][key], piece, values
+                    )
         self._seen, self._left = fingerprint(self._trainable), _kept(self.optimizer.state)
 
 
@@ -333,7 +383,9 @@ def require_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise PrivacyConfigError(f"give a model, a torch.nn.Module, not a {type(model).__name__}")
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+        if isinstance(module, torch.jit.ScriptModule) and any(
+            p.requires_grad for p in module.parameters()
+        ):
             raise PrivacyConfigError(
                 f"{path or 'the model'} is compiled by torch.jit, whose layers show no gradient of an example: give the module "
                 "that it was made of, or freeze it"
@@ -381,7 +433,10 @@ def require_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
                 f"{name} is {p.dtype}: noised steps are too small for it; train float32 weights, or low-rank adapters in float32 "
                 "next to frozen weights of any dtype. A GradScaler is not needed"
             )
-        if p.dtype != next(iter(trainable.values())).dtype or p.device != next(iter(trainable.values())).device:
+        if (
+            p.dtype != next(iter(trainable.values())).dtype
+            or p.device != next(iter(trainable.values())).device
+        ):
             raise PrivacyConfigError(
                 f"{name} has another dtype or device than the parameters before it: give all the same"
             )
@@ -414,13 +469,17 @@ def require_held(trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.O
         )
 
 
-def require_apart_in_memory(trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def require_apart_in_memory(
+    trainable: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
     """Each coordinate of a weight has a place of its own, and fused steps find it.
 
     Raises:
         PrivacyConfigError: naming the parameter.
     """
-    fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    fused = {
+        id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]
+    }
     for name, p in trainable.items():
         rows = own_rows(p)[0]
         if overlaps(rows):
@@ -435,7 +494,9 @@ def require_apart_in_memory(trainable: Mapping[str, nn.Parameter], optimizer: to
             )
 
 
-def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., object] | None = None) -> None:
+def require_settings(
+    optimizer: torch.optim.Optimizer, guard: Callable[..., object] | None = None
+) -> None:
     """Numbers that are set, as callers and torch's schedulers may at any time, are all that an optimizer has besides its state.
 
     Raises:
@@ -443,15 +504,30 @@ def require_settings(optimizer: torch.optim.Optimizer, guard: Callable[..., obje
     """
     hooks = {**optimizer._optimizer_step_pre_hooks, **optimizer._optimizer_step_post_hooks}
     hooks |= {**of_torch._global_optimizer_pre_hooks, **of_torch._global_optimizer_post_hooks}
-    foreign = [hook for hook in hooks.values() if hook != guard and not str(hook.__module__).startswith("torch.")]
+    foreign = [
+        hook
+        for hook in hooks.values()
+        if hook != guard and not str(hook.__module__).startswith("torch.")
+    ]
     step = vars(optimizer).get("step")  # torch's schedulers wrap that of the class
     has_step = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
     found = ["a hook, or a step(), of somebody else"] if foreign or has_step else []
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for place, leaf in _leaves({key: value for key, value in vars(optimizer).items() if key != "state"}).items():
-        if isinstance(leaf, Tensor | np.ndarray) and leaf.shape.count(1) < len(leaf.shape) and id(leaf) not in held:
+    for place, leaf in _leaves(
+        {key: value for key, value in vars(optimizer).items() if key != "state"}
+    ).items():
+        if (
+            isinstance(leaf, Tensor | np.ndarray)
+            and leaf.shape.count(1) < len(leaf.shape)
+            and id(leaf) not in held
+        ):
             found.append(f"more than one number in {'.'.join(map(str, place))}")
-        if place[0] == "param_groups" and place[-1] != "lr" and isinstance(leaf, float) and math.isnan(leaf):
+        if (
+            place[0] == "param_groups"
+            and place[-1] != "lr"
+            and isinstance(leaf, float)
+            and math.isnan(leaf)
+        ):
             raise PrivacyConfigError(
                 f"the optimizer has NaN in {'.'.join(map(str, place))}: a step would lose the weights"
             )
@@ -466,8 +542,14 @@ def _newly_built(optimizer: torch.optim.Optimizer) -> dict[tuple[Any, ...], obje
     """What `_kept` says of an optimizer that is made anew of the same parameters; nothing where that fails."""
     known = inspect.signature(type(optimizer)).parameters
     given = {key: value for key, value in optimizer.defaults.items() if key in known}
-    twins = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for g in optimizer.param_groups for p in g["params"]}
-    groups = [{**group, "params": [twins[p] for p in group["params"]]} for group in optimizer.param_groups]
+    twins = {
+        p: nn.Parameter(p.detach().clone(), p.requires_grad)
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
+    groups = [
+        {**group, "params": [twins[p] for p in group["params"]]} for group in optimizer.param_groups
+    ]
     try:
         made = type(optimizer)(groups, **given)
     except Exception:  # whatever a constructor raises that wants something else
@@ -480,31 +562,45 @@ def _kept(state: Mapping[Any, Any]) -> dict[tuple[Any, ...], object]:
     leaves = _leaves(state)
     tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
     kept: dict[tuple[Any, ...], object] = dict(zip(tensors, fingerprint(tensors), strict=True))
-    return kept | {place: repr(value) for place, value in leaves.items() if place not in tensors and value is not None}
+    return kept | {
+        place: repr(value)
+        for place, value in leaves.items()
+        if place not in tensors and value is not None
+    }
 
 
 def _leaves(value: object, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], object]:
     """What lies in containers, by place."""
     children: Any
     if isinstance(value, Mapping):
-        children = [(id(key) if isinstance(key, Tensor) else str(key), child) for key, child in value.items()]
+        children = [
+            (id(key) if isinstance(key, Tensor) else str(key), child)
+            for key, child in value.items()
+        ]
     elif isinstance(value, list | tuple | set | frozenset | deque):
         children = enumerate(value)
     else:
         return {place: value}
-    return {at: leaf for key, child in children for at, leaf in _leaves(child, (*place, key)).items()}
+    return {
+        at: leaf for key, child in children for at, leaf in _leaves(child, (*place, key)).items()
+    }
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """What changes when a tensor is exchanged, given other memory, or written to in any way but through `.data`."""
-    local = {name: own_rows(x)[0] for name, x in tensors.items()}  # of a detached view the count is that of its tensor
+    local = {
+        name: own_rows(x)[0] for name, x in tensors.items()
+    }  # of a detached view the count is that of its tensor
     places = {name: x.data_ptr() if is_strided(x) else 0 for name, x in local.items()}
     return {name: (id(x), places[name], writes_to(local[name])) for name, x in tensors.items()}
 
 
 def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """No gradient of anybody stays, frozen parameters included."""
-    for p in (*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])):
+    for p in (
+        *model.parameters(),
+        *(p for group in optimizer.param_groups for p in group["params"]),
+    ):
         p.grad = None
 
 
@@ -530,8 +626,12 @@ def rate_of(value: Any, what: str) -> float:
             is_number &= not (isinstance(value, Tensor) and value.is_meta)
         else:
             is_number = isinstance(value, Real | Decimal) and not isinstance(value, bool)
-        rate = float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
-    except Exception as error:  # too large for a float, a NaN that signals, or what a foreign class raises
+        rate = (
+            float(value.detach() if isinstance(value, Tensor) else value) if is_number else math.nan
+        )
+    except (
+        Exception
+    ) as error:  # too large for a float, a NaN that signals, or what a foreign class raises
         raise PrivacyConfigError(
             f"{what} is a {type(value).__name__} that no float holds, and a learning rate is a finite number from 0 on that fits "
             "into float32"
@@ -585,21 +685,28 @@ def _probe(
 
     def outside() -> dict[str, str]:
         attributes = {
-            f"attribute {key}": shown(value, None) for key, value in vars(probe).items() if key not in OF_TORCH
+            f"attribute {key}": shown(value, None)
+            for key, value in vars(probe).items()
+            if key not in OF_TORCH
         }
         return settings(probe) | attributes
 
     before = outside()
     try:
         kind.step(probe)
-    except Exception as error:  # whatever an optimizer raises that wants a closure, a scaler or a wrapper
+    except (
+        Exception
+    ) as error:  # whatever an optimizer raises that wants a closure, a scaler or a wrapper
         raise PrivacyConfigError(
             f"{kind.__name__} takes no step from gradients alone ({type(error).__name__}: {error}): the loop has no loss to "
             "evaluate again; take SGD, Adam, AdamW or another optimizer whose step() needs no closure"
         ) from error
     after = outside()
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    if changed := [*changed, *(f"state of {key!r}" for key in probe.state if not isinstance(key, Tensor))]:
+    if changed := [
+        *changed,
+        *(f"state of {key!r}" for key in probe.state if not isinstance(key, Tensor)),
+    ]:
         raise PrivacyConfigError(
             f"{kind.__name__} counts in its {changed[0]}, outside of the state of its parameters, which checkpoints do not hold: "
             "a resumed run would go on otherwise; take SGD, Adam or AdamW"
@@ -608,7 +715,11 @@ def _probe(
     for twin in twins.values():
         for key, value in probe.state[twin].items():
             is_tensor = isinstance(value, Tensor)
-            if is_tensor and value.dim() > 0 and (value.shape, value.dtype) == (twin.shape, twin.dtype):
+            if (
+                is_tensor
+                and value.dim() > 0
+                and (value.shape, value.dtype) == (twin.shape, twin.dtype)
+            ):
                 moments[key] = None
             elif (is_tensor and value.numel() == 1) or isinstance(value, int | float):
                 numbers[key] = value
@@ -628,11 +739,15 @@ def settings(optimizer: torch.optim.Optimizer, *, with_rates: bool = True) -> di
     """
     return {"class": type(optimizer).__name__} | {
         f"param_groups[{number}][{key!r}]": (
-            shown(value.tolist() if isinstance(value, Tensor) and not value.is_meta else value, None)
+            shown(
+                value.tolist() if isinstance(value, Tensor) and not value.is_meta else value, None
+            )
             if with_rates or key != "lr"
             else "a rate"
         )
-        for number, group in enumerate(getattr(optimizer, "param_groups", []))  # what is no optimizer is refused later
+        for number, group in enumerate(
+            getattr(optimizer, "param_groups", [])
+        )  # what is no optimizer is refused later
         for key, value in group.items()
         if key != "params"
     }

@@ -56,7 +56,9 @@ class Field:
 
     def _with_fixed(self, values: Tensor) -> Tensor:
         """The integers that must stay take the first places of each item."""
-        first = torch.tensor([one for one, count in self.fixed for _ in range(count)], dtype=self.dtype)
+        first = torch.tensor(
+            [one for one, count in self.fixed for _ in range(count)], dtype=self.dtype
+        )
         values.view(len(values), -1)[:, : len(first)] = first
         return values
 
@@ -65,15 +67,22 @@ class Field:
         if self.below is None:
             return torch.randn(count, *self.shape, generator=generator, dtype=self.dtype)
         if self.is_mask:
-            kept = torch.randint(1, 1 + self.shape[-1], (count, *(1 for _ in self.shape)), generator=generator)
+            kept = torch.randint(
+                1, 1 + self.shape[-1], (count, *(1 for _ in self.shape)), generator=generator
+            )
             return (torch.arange(self.shape[-1]).expand(count, *self.shape) < kept).to(self.dtype)
         values = torch.randint(
-            self.below - len(self.fixed), (count, *self.shape), generator=generator, dtype=self.dtype
+            self.below - len(self.fixed),
+            (count, *self.shape),
+            generator=generator,
+            dtype=self.dtype,
         )
         for one, _ in sorted(self.fixed):  # they stand nowhere else
             values += values >= one
         ends = min((0, *self.also)), max((self.below - 1, *self.also))
-        for item, end in zip(values.view(count, -1)[-2:], ends, strict=False):  # some condition may be on them
+        for item, end in zip(
+            values.view(count, -1)[-2:], ends, strict=False
+        ):  # some condition may be on them
             if end not in dict(self.fixed):
                 item[-1] = end
         return self._with_fixed(values)
@@ -85,11 +94,17 @@ class Field:
             Unusable: it has another shape or kind, or an integer that is not allowed.
         """
         try:
-            tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            tensor = (
+                value.detach().cpu()
+                if isinstance(value, Tensor)
+                else torch.from_numpy(np.array(value))
+            )
         except (TypeError, ValueError) as error:
             raise Unusable(f"is no tensor: {error}", "is no tensor") from error
         if tuple(tensor.shape) != self.shape:
-            raise Unusable(f"has shape {tuple(tensor.shape)}, not {self.shape}", "has another shape")
+            raise Unusable(
+                f"has shape {tuple(tensor.shape)}, not {self.shape}", "has another shape"
+            )
         if self.below is None:
             if tensor.dtype.is_complex:
                 raise Unusable("is complex")
@@ -124,7 +139,9 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         Unusable: it holds no numbers that could be copied.
     """
     try:
-        return torch.empty(tensor.shape, dtype=dtype, device="cpu").copy_(tensor.as_subclass(Tensor))
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu").copy_(
+            tensor.as_subclass(Tensor)
+        )
     except (RuntimeError, TypeError) as error:
         raise Unusable(f"is no dense tensor: {error}", "is no dense tensor") from error
 
@@ -132,11 +149,15 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
     """Declares a field of floating-point numbers, (*shape) for one item."""
     if not dtype.is_floating_point:
-        raise PrivacyConfigError(f"floats: {dtype} holds no floating-point numbers; integers(...) is for integers")
+        raise PrivacyConfigError(
+            f"floats: {dtype} holds no floating-point numbers; integers(...) is for integers"
+        )
     return Field(_checked(shape), dtype)
 
 
-def integers(below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[int, int] | None = None) -> Field:
+def integers(
+    below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[int, int] | None = None
+) -> Field:
     """Declares a field of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2).
 
     Args:
@@ -147,7 +168,8 @@ def integers(below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[i
         raise PrivacyConfigError(f"integers: below must be 1 or more, not {below}")
     stays = tuple((fixed or {}).items())
     if not all(0 <= one < below and count >= 1 for one, count in stays) or (
-        stays and (len(stays) >= below or sum(count for _, count in stays) > math.prod(_checked(shape)))
+        stays
+        and (len(stays) >= below or sum(count for _, count in stays) > math.prod(_checked(shape)))
     ):
         raise PrivacyConfigError(
             f"integers: fixed must map integers from 0 to {below - 1} to how often they stand in an item of {shape}, not {fixed}"
@@ -164,7 +186,9 @@ def mask(*shape: int) -> Field:
 
 def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
     if any(not isinstance(size, int) or size < 1 for size in shape):
-        raise PrivacyConfigError(f"a field's shape has sizes of 1 or more, without the batch, not {shape}")
+        raise PrivacyConfigError(
+            f"a field's shape has sizes of 1 or more, without the batch, not {shape}"
+        )
     return shape
 
 
@@ -173,9 +197,17 @@ class Example:
 
     def __init__(self, fields: Mapping[str, Field] | Sequence[Field] | Field) -> None:
         self.is_named = isinstance(fields, Mapping)
-        listed = [fields] if isinstance(fields, Field) else fields if isinstance(fields, Mapping | Sequence) else []
+        listed = (
+            [fields]
+            if isinstance(fields, Field)
+            else fields
+            if isinstance(fields, Mapping | Sequence)
+            else []
+        )
         self.fields: dict[str, Field] = (
-            dict(listed) if isinstance(listed, Mapping) else {f"item_{i}": field for i, field in enumerate(listed)}
+            dict(listed)
+            if isinstance(listed, Mapping)
+            else {f"item_{i}": field for i, field in enumerate(listed)}
         )
         if not self.fields or not all(isinstance(field, Field) for field in self.fields.values()):
             raise PrivacyConfigError(
@@ -190,7 +222,9 @@ class Example:
     def allowed_ids(self) -> dict[str, Tensor]:
         """Returns the values of each field of integers, as far as they can be listed."""
         return {
-            name: torch.cat([torch.arange(field.below), torch.tensor(field.also, dtype=torch.int64)])
+            name: torch.cat(
+                [torch.arange(field.below), torch.tensor(field.also, dtype=torch.int64)]
+            )
             for name, field in self.fields.items()
             if field.below is not None and field.below <= LISTED
         }
@@ -208,7 +242,9 @@ class Example:
         """
         if self.is_named:
             if not isinstance(item, Mapping):
-                raise Unusable(f"is {type(item).__name__}, and not a mapping with {', '.join(self.fields)}")
+                raise Unusable(
+                    f"is {type(item).__name__}, and not a mapping with {', '.join(self.fields)}"
+                )
             missing = [name for name in self.fields if name not in item]
             if missing:
                 raise Unusable(f"lacks {missing[0]!r}")
@@ -217,9 +253,13 @@ class Example:
             parts = list(item) if isinstance(item, tuple | list) else [item]
             if len(parts) == 1 < len(self.fields) and not isinstance(item, tuple | list):
                 named = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
-                raise Unusable(f"is {type(item).__name__}{named}, and not a tuple of {len(self.fields)}")
+                raise Unusable(
+                    f"is {type(item).__name__}{named}, and not a tuple of {len(self.fields)}"
+                )
             if len(parts) != len(self.fields):
-                raise Unusable(f"has {len(parts)} parts, not {len(self.fields)}", "has another number of parts")
+                raise Unusable(
+                    f"has {len(parts)} parts, not {len(self.fields)}", "has another number of parts"
+                )
             values = dict(zip(self.fields, parts, strict=True))
         tensors = {}
         for name, field in self.fields.items():
@@ -246,9 +286,17 @@ class Example:
         Raises:
             PrivacyConfigError: it has other fields.
         """
-        given = dict(made_up) if isinstance(made_up, Mapping) else dict(zip(self.fields, made_up, strict=False))
+        given = (
+            dict(made_up)
+            if isinstance(made_up, Mapping)
+            else dict(zip(self.fields, made_up, strict=False))
+        )
         are_tensors = all(isinstance(x, Tensor) and x.dim() > 0 for x in given.values())
-        if given.keys() != self.fields.keys() or len(made_up) != len(self.fields) or not are_tensors:
+        if (
+            given.keys() != self.fields.keys()
+            or len(made_up) != len(self.fields)
+            or not are_tensors
+        ):
             raise PrivacyConfigError(
                 f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}; items come first in it"
             )

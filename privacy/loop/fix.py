@@ -13,7 +13,9 @@ GROUPS = 32
 
 
 def fix(
-    model: nn.Module, inputs: Mapping[str, Tensor] | None = None, task: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Tensor] | None = None,
+    task: Callable[..., Tensor] | None = None,
 ) -> list[str]:
     """Changes the model in place before its optimizer is made, and prints one line for each change.
 
@@ -31,9 +33,14 @@ def fix(
     lines = []
     for path, module in list(model.named_modules()):
         match module:
-            case nn.modules.batchnorm._BatchNorm() if path and (module.training or module.running_mean is None):
+            case nn.modules.batchnorm._BatchNorm() if path and (
+                module.training or module.running_mean is None
+            ):
                 norm = nn.GroupNorm(
-                    math.gcd(GROUPS, module.num_features), module.num_features, module.eps, module.affine
+                    math.gcd(GROUPS, module.num_features),
+                    module.num_features,
+                    module.eps,
+                    module.affine,
                 )
                 norm.train(module.training)
                 if module.affine:
@@ -45,7 +52,9 @@ def fix(
                     "; statistics of its pre-training are gone, so what follows sees other numbers: train it on, or keep the "
                     "BatchNorm frozen and in eval mode instead"
                 ) * (module.running_mean is not None)
-                lines.append(f"{path}: {type(module).__name__} became GroupNorm of {norm.num_groups} groups{kept}")
+                lines.append(
+                    f"{path}: {type(module).__name__} became GroupNorm of {norm.num_groups} groups{kept}"
+                )
             case nn.modules.dropout._DropoutNd() if module.p > 0:
                 module.p, module.inplace = 0.0, False
                 lines.append(f"{path}: {type(module).__name__} drops nothing now (p = 0)")

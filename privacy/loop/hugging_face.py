@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label that counts for nothing, in transformers as in torch."""
-CLASSIFIES, PREDICTS = ("ForImageClassification", "ForSequenceClassification"), ("ForCausalLM", "LMHeadModel")
+CLASSIFIES, PREDICTS = (
+    ("ForImageClassification", "ForSequenceClassification"),
+    ("ForCausalLM", "LMHeadModel"),
+)
 
 
 def fields(model: nn.Module, *, length: int | None = None) -> dict[str, Field]:
@@ -36,11 +39,20 @@ def fields(model: nn.Module, *, length: int | None = None) -> dict[str, Field]:
     name, config = _known(model)
     if name.endswith("ForImageClassification"):
         size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
-        return {"pixel_values": floats(config.num_channels, size, size), "labels": integers(config.num_labels)}
+        return {
+            "pixel_values": floats(config.num_channels, size, size),
+            "labels": integers(config.num_labels),
+        }
     if length is None:
-        raise PrivacyConfigError(f"{name} reads texts: give length, the number of tokens that every item has")
+        raise PrivacyConfigError(
+            f"{name} reads texts: give length, the number of tokens that every item has"
+        )
     tokens, predicts = integers(config.vocab_size, length), name.endswith(PREDICTS)
-    labels = integers(config.vocab_size, length, also=[IGNORED]) if predicts else integers(config.num_labels)
+    labels = (
+        integers(config.vocab_size, length, also=[IGNORED])
+        if predicts
+        else integers(config.num_labels)
+    )
     return {"input_ids": tokens, "attention_mask": mask(length), "labels": labels}
 
 
@@ -54,13 +66,19 @@ def loss_of(model: nn.Module, example: Example) -> Callable[..., Tensor]:
     """
     name, config = _known(model)
     if not example.is_named or "labels" not in example.fields:
-        raise PrivacyConfigError(f"the loss of {name} needs items that are mappings with labels among their fields")
+        raise PrivacyConfigError(
+            f"the loss of {name} needs items that are mappings with labels among their fields"
+        )
     classifies, problem = name.endswith(CLASSIFIES), getattr(config, "problem_type", None)
-    if classifies and (problem not in (None, "single_label_classification") or config.num_labels < 2):
+    if classifies and (
+        problem not in (None, "single_label_classification") or config.num_labels < 2
+    ):
         raise PrivacyConfigError(
             f"{name} with problem_type {problem!r} and {config.num_labels} labels is no classification with one label: give loss="
         )
-    if classifies:  # transformers writes it down at the first call with labels, and the model shall not change
+    if (
+        classifies
+    ):  # transformers writes it down at the first call with labels, and the model shall not change
         config.problem_type = "single_label_classification"
 
     def loss(labels: Tensor, **inputs: Tensor) -> Tensor:
@@ -91,4 +109,6 @@ def _known(model: Any) -> "tuple[str, PretrainedConfig | Any]":
             f"the loss per example of {name} is not known here (known are models for image and sequence classification and "
             "causal language models): give example= and loss=, a function that returns one loss per example"
         )
-    return name, base.config.get_text_config() if hasattr(base.config, "get_text_config") else base.config
+    return name, base.config.get_text_config() if hasattr(
+        base.config, "get_text_config"
+    ) else base.config

@@ -17,7 +17,14 @@ from torch import nn
 from ..checkpoints.read import has_checkpoints
 from ..errors import PrivacyConfigError
 from ..ledger.chain import TORN_MARK
-from ..ledger.claim import LedgerBehind, keep_copies, ledgers_of_run, read_copies, require_kept, states_behind
+from ..ledger.claim import (
+    LedgerBehind,
+    keep_copies,
+    ledgers_of_run,
+    read_copies,
+    require_kept,
+    states_behind,
+)
 from ..ledger.records import read_state
 from ..run.ledger import Recorded
 from ..step.folder import RunFolder
@@ -41,7 +48,9 @@ sys.addaudithook(_note_read)
 
 def _run_folders(file: Path) -> list[Path]:
     """The run folders around a file or folder; os.path never raises."""
-    return [folder for folder in file.absolute().parents[:4] if os.path.exists(folder / "ledger.jsonl")]
+    return [
+        folder for folder in file.absolute().parents[:4] if os.path.exists(folder / "ledger.jsonl")
+    ]
 
 
 def stated(starts_from: StartsFrom) -> list[Path] | None:
@@ -54,9 +63,15 @@ def stated(starts_from: StartsFrom) -> list[Path] | None:
         return None if starts_from is None else []
     listed = [starts_from] if isinstance(starts_from, str | Path) else starts_from
     if not isinstance(listed, Sequence) or not all(isinstance(one, str | Path) for one in listed):
-        raise PrivacyConfigError(f'starts_from is "public" or a list of run folders, not {starts_from!r}')
+        raise PrivacyConfigError(
+            f'starts_from is "public" or a list of run folders, not {starts_from!r}'
+        )
     folders = [*map(Path, listed)]
-    if wrong := [str(one) for one in folders if not (one / "ledger.jsonl").is_file()] if folders else ["an empty list"]:
+    if (
+        wrong := [str(one) for one in folders if not (one / "ledger.jsonl").is_file()]
+        if folders
+        else ["an empty list"]
+    ):
         raise PrivacyConfigError(
             f'starts_from: {wrong[0]} is no run folder; give all run folders that trained these weights, or "public"'
         )
@@ -69,9 +84,19 @@ def require_stated(model: nn.Module, folder: RunFolder, said: list[Path] | None)
     Raises:
         PrivacyConfigError: it does not.
     """
-    own, names = folder.root.resolve(), [getattr(module, "name_or_path", None) for module in model.modules()]
-    loaded = {one for name in names if isinstance(name, str) and name for one in _run_folders(Path(name) / "model")}
-    if said is not None or has_checkpoints(folder.checkpoints):  # a resume takes its checkpoint's weights
+    own, names = (
+        folder.root.resolve(),
+        [getattr(module, "name_or_path", None) for module in model.modules()],
+    )
+    loaded = {
+        one
+        for name in names
+        if isinstance(name, str) and name
+        for one in _run_folders(Path(name) / "model")
+    }
+    if said is not None or has_checkpoints(
+        folder.checkpoints
+    ):  # a resume takes its checkpoint's weights
         return
     known = {one.resolve() for one in (*TRAINED, *_READ, *loaded)}
     if known - {own} or (known and not folder.ledger.exists()):
@@ -82,7 +107,9 @@ def require_stated(model: nn.Module, folder: RunFolder, said: list[Path] | None)
         )
 
 
-def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | None) -> dict[str, Any]:
+def described(
+    folder: RunFolder, recorded: Recorded | None, said: list[Path] | None
+) -> dict[str, Any]:
     """Fields of a new ledger, for which the copies are made; or a refusal of those that an existing one has. On rank 0.
 
     Raises:
@@ -90,9 +117,13 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path] | N
     """
     behind = [one for parent in said or () for one in ledgers_of_run(parent)]
     found = dict[bytes, LedgerBehind]()
-    for one in behind:  # a run behind several of them counts once, with all that it charged, and stands behind them
+    for one in (
+        behind
+    ):  # a run behind several of them counts once, with all that it charged, and stands behind them
         first = _first(one.copy)
-        more, less = sorted((found.pop(first, one), one), key=lambda ledger: len(ledger.copy), reverse=True)
+        more, less = sorted(
+            (found.pop(first, one), one), key=lambda ledger: len(ledger.copy), reverse=True
+        )
         if not more.copy.startswith(less.copy.removesuffix(TORN_MARK + b"\n")):
             raise PrivacyConfigError(
                 f"starts_from: {less.run} and {more.run} are copies of one run that were both trained further, and no ledger "

@@ -73,12 +73,16 @@ def require_known(given: Iterable[str], known: Iterable[str], what: str) -> None
     """
     names = sorted({*known} - {"self", "rest"})
     for name in sorted({*given} - {*names}):
-        meant = [*(one for one in names if name in one), *difflib.get_close_matches(name, names)][:1]
+        meant = [*(one for one in names if name in one), *difflib.get_close_matches(name, names)][
+            :1
+        ]
         way = f"did you mean {meant[0]}?" if meant else f"it takes {', '.join(names)}"
         raise PrivacyConfigError(f"{what} takes no {name}: {way}")
 
 
-def require_takes(function: object, what: str, in_order: Sequence[object], named: Mapping[str, object]) -> None:
+def require_takes(
+    function: object, what: str, in_order: Sequence[object], named: Mapping[str, object]
+) -> None:
     """Refuses a function of the caller that cannot be called as the loop calls it.
 
     Raises:
@@ -181,8 +185,14 @@ class PrivateLoop:
             raise PrivacyConfigError(
                 f"run_dir is the path of a run folder, not {run_dir!r}: ledger and key have to last"
             )
-        reader = Reader(dataset, Example(example), micro_batch_size, unusable_as_zero=unusable_as_zero)
-        counts = (micro_batch_size, 1), (1 if save_every is None else save_every, 1), (num_workers, 0)
+        reader = Reader(
+            dataset, Example(example), micro_batch_size, unusable_as_zero=unusable_as_zero
+        )
+        counts = (
+            (micro_batch_size, 1),
+            (1 if save_every is None else save_every, 1),
+            (num_workers, 0),
+        )
         if not all(isinstance(count, int) and count >= least for count, least in counts):
             raise PrivacyConfigError(
                 "micro_batch_size and save_every are integers from 1 on, and num_workers from 0 on"
@@ -198,7 +208,10 @@ class PrivateLoop:
         if ledger_mirror is not None and not isinstance(ledger_mirror, str | os.PathLike):
             raise PrivacyConfigError(f"ledger_mirror is the path of a file, not {ledger_mirror!r}")
         self._taken = threading.Lock()
-        self._process, self._over = os.getpid(), ""  # why no further step is taken; empty while the loop goes on
+        self._process, self._over = (
+            os.getpid(),
+            "",
+        )  # why no further step is taken; empty while the loop goes on
         self.module, self.run_dir = model, Path(run_dir)
         request = PlanRequest(
             num_examples=len(dataset),
@@ -217,11 +230,23 @@ class PrivateLoop:
                 f"{MIN_NOISE_MULTIPLIER} or more"
             )
         start = OwnStart(
-            model=model, optimizer=optimizer, reader=reader, loss=loss, folder=RunFolder(self.run_dir), request=request,
-            made_up=made_up, fallback=fallback, learning_rate=learning_rate, num_workers=num_workers, save_every=save_every,
-            data_version=data_version, mirror=None if ledger_mirror is None else Path(ledger_mirror), unit=unit,
-            may_restart=restart_from_step_0, starts_from=lineage.stated(starts_from),
-        )  # fmt: skip
+            model=model,
+            optimizer=optimizer,
+            reader=reader,
+            loss=loss,
+            folder=RunFolder(self.run_dir),
+            request=request,
+            made_up=made_up,
+            fallback=fallback,
+            learning_rate=learning_rate,
+            num_workers=num_workers,
+            save_every=save_every,
+            data_version=data_version,
+            mirror=None if ledger_mirror is None else Path(ledger_mirror),
+            unit=unit,
+            may_restart=restart_from_step_0,
+            starts_from=lineage.stated(starts_from),
+        )
         with start.undone:  # if anything fails
             opened = open_run(start)
             self._registered, self._resumed = start.registered, opened.resumed
@@ -239,7 +264,9 @@ class PrivateLoop:
                 self._run, self._steps = opened, opened.steps(start.registered)
                 start.undone.callback(self._steps.close)
                 if opened.step == self.num_steps:
-                    next(self._steps, None)  # a crash came between the last checkpoint and the run's end
+                    next(
+                        self._steps, None
+                    )  # a crash came between the last checkpoint and the run's end
             self._open = start.undone.pop_all()
 
     @property
@@ -292,7 +319,9 @@ class PrivateLoop:
         """
         registered, optimizer = self._registered, self._engine.optimizer
         if self._run is not None and self._run.step >= self._run.first_step:
-            raise PrivacyConfigError("register schedulers and averages before the first step of this program")
+            raise PrivacyConfigError(
+                "register schedulers and averages before the first step of this program"
+            )
         for thing in things:
             if isinstance(thing, WeightAverage) and registered.average is None:
                 registered.average = thing.start(self._engine, self._resumed)
@@ -301,9 +330,16 @@ class PrivateLoop:
                 and not isinstance(thing, ReduceLROnPlateau)
                 and not self._engine.sets_rate
             ):
-                parts = [thing, *getattr(thing, "_schedulers", [])]  # one that is chained has no count of its own
-                if thing.optimizer is not optimizer or any(getattr(one, "last_epoch", 0) > 0 for one in parts):
-                    raise PrivacyConfigError("register a new scheduler, of the optimizer that the loop was given")
+                parts = [
+                    thing,
+                    *getattr(thing, "_schedulers", []),
+                ]  # one that is chained has no count of its own
+                if thing.optimizer is not optimizer or any(
+                    getattr(one, "last_epoch", 0) > 0 for one in parts
+                ):
+                    raise PrivacyConfigError(
+                        "register a new scheduler, of the optimizer that the loop was given"
+                    )
                 registered.forward(thing, self.steps_done)
                 self._engine.is_scheduled = True
             else:
@@ -327,14 +363,21 @@ class PrivateLoop:
                     f"all {self.num_steps} steps of {self.run_dir} are done; to train further, give another run_dir"
                 )
             if torch.is_inference_mode_enabled():
-                raise PrivacyConfigError("torch.inference_mode() is on, without gradients: take steps outside of it")
+                raise PrivacyConfigError(
+                    "torch.inference_mode() is on, without gradients: take steps outside of it"
+                )
             if torch.get_default_device().type == "meta":
                 raise PrivacyConfigError(
                     'torch.set_default_device("meta") is on, where tensors hold no numbers: take steps outside of it'
                 )
             try:
                 require_alike(self._look)
-            except (PrivacyConfigError, RemoteError, MemoryError, torch.OutOfMemoryError):  # they speak for themselves
+            except (
+                PrivacyConfigError,
+                RemoteError,
+                MemoryError,
+                torch.OutOfMemoryError,
+            ):  # they speak for themselves
                 raise
             except Exception as error:
                 # Whatever a mode, a device or a class raises that was exchanged between two turns.
@@ -358,7 +401,9 @@ class PrivateLoop:
                     f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "
                     f"{self.num_steps} cannot be charged; the weights are saved"
                 )
-            bad, count = (record.private[name].inside() for name in ("num_nonfinite", "num_examples"))
+            bad, count = (
+                record.private[name].inside() for name in ("num_nonfinite", "num_examples")
+            )
             if bad == count > 0:
                 collectives.say(
                     f"step {number}: loss or gradients of all {count:.0f} examples are not finite, so noise alone was added: "
@@ -366,7 +411,11 @@ class PrivateLoop:
                 )
             norm = record.noised_grad_norm.value
             return StepResult(
-                number, record.lr.value, norm, record.private, lambda: self._claim(charged, is_last=is_last)[0]
+                number,
+                record.lr.value,
+                norm,
+                record.private,
+                lambda: self._claim(charged, is_last=is_last)[0],
             )
 
     def _look(self) -> object:
@@ -412,7 +461,9 @@ class PrivateLoop:
         """Writes the privacy card of the run so far, as JSON, Markdown and one HTML page; returns its folder. Collective."""
         from ..card.folder import build_card, write_card
 
-        return collectives.on_main(lambda: write_card(self.run_dir, build_card(self.run_dir))[0].parent)
+        return collectives.on_main(
+            lambda: write_card(self.run_dir, build_card(self.run_dir))[0].parent
+        )
 
     def close(self) -> None:
         """Gives model, optimizer and run folder back. Steps since the last checkpoint stay charged and are lost."""
@@ -425,7 +476,12 @@ class PrivateLoop:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Saves where the loop was left early, unless an error did that."""
         try:
-            if kind is None and os.getpid() == self._process and not self._over and self.steps_done > 0:
+            if (
+                kind is None
+                and os.getpid() == self._process
+                and not self._over
+                and self.steps_done > 0
+            ):
                 self.save()
         finally:
             self.close()

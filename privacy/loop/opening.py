@@ -59,7 +59,9 @@ class Registered(Watcher):
 
     def forward(self, scheduler: LRScheduler, num_steps: int) -> None:
         """Takes a new scheduler, and moves it on by the steps that are done."""
-        with warnings.catch_warnings(action="ignore"):  # the optimizer has taken these steps, in other programs
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # the optimizer has taken these steps, in other programs
             for _ in range(num_steps):
                 scheduler.step()
         self.schedulers.append(scheduler)
@@ -79,7 +81,9 @@ class Registered(Watcher):
                 f"the last step is charged and done, and then step() of a registered scheduler raised {shown(self._failed)}: "
                 "call loop.save(), mend the scheduler, and make the loop again"
             ) from self._failed
-        for scheduler, now, before in zip(self.schedulers, self._states(), self._moved_to, strict=True):
+        for scheduler, now, before in zip(
+            self.schedulers, self._states(), self._moved_to, strict=True
+        ):
             if now != before:
                 raise PrivacyConfigError(
                     f"{type(scheduler).__name__} is registered, and something else has moved it: the loop calls its step() after "
@@ -87,7 +91,10 @@ class Registered(Watcher):
                 )
 
     def take(
-        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+        self,
+        plan: Dealt,
+        batches: Iterator[MicroBatch],
+        step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
         record = step(batches)
         try:
@@ -138,7 +145,9 @@ class OwnStart:
 
     def _check_arguments(self) -> None:
         """What is cheap to refuse; then the folder is locked, before the model: one without its key is refused in no time."""
-        if dist.is_initialized() and dist.get_backend() == "nccl":  # ledger and sampler say what lies on the CPU
+        if (
+            dist.is_initialized() and dist.get_backend() == "nccl"
+        ):  # ledger and sampler say what lies on the CPU
             raise PrivacyConfigError(
                 'the process group carries CUDA tensors alone: make it with init_process_group("cpu:gloo,cuda:nccl"), under '
                 'accelerate with InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")'
@@ -158,7 +167,12 @@ class OwnStart:
                 few_items = self.reader.digest(LOOKED_AT_TWICE).hex()
             except (PrivacyConfigError, ItemNotRead) as error:
                 few_items = str(error)
-        asked = self.request, self.reader.micro_batch_size, self.save_every, self.folder.root.resolve()
+        asked = (
+            self.request,
+            self.reader.micro_batch_size,
+            self.save_every,
+            self.folder.root.resolve(),
+        )
         mine = repr((asked, example.fields, few_items, settings(self.optimizer)))
         if len(set(collectives.gather_objects(mine))) > 1:
             raise PrivacyConfigError(
@@ -169,21 +183,28 @@ class OwnStart:
         collectives.on_main(lambda: require_apart(roles, self.folder.root))
         collectives.on_main(self.folder.take)
         self.undone.callback(self.folder.release)
-        collectives.on_main(lambda: lineage.require_stated(self.model, self.folder, self.starts_from))
+        collectives.on_main(
+            lambda: lineage.require_stated(self.model, self.folder, self.starts_from)
+        )
 
     def _take_model(self) -> None:
         """Ranks begin with rank 0's parameters and buffers, as under DistributedDataParallel; shards are a rank's own."""
         put_away(self.model)
         if collectives.world_size() > 1:
             take_from_main(self.model)
-        self.engine = OwnEngine(self.model, self.optimizer, sets_rate=self.learning_rate is not None)
+        self.engine = OwnEngine(
+            self.model, self.optimizer, sets_rate=self.learning_rate is not None
+        )
         self.undone.callback(self.engine.release)
         # Checkpoints do not hold frozen parameters and buffers, and a resume needs the same.
         digest = hashlib.sha256()
         for name, tensor in fixed_tensors(self.model).items():
             digest.update(name.encode())
             digest.update(in_order(full(tensor).cpu()).view(torch.uint8).numpy().tobytes())
-        self.model_facts = {"class": kind_of(self.model).__name__, "fixed_sha256": digest.hexdigest()}
+        self.model_facts = {
+            "class": kind_of(self.model).__name__,
+            "fixed_sha256": digest.hexdigest(),
+        }
 
     def _check_model(self) -> None:
         """On made-up items, at training's own size: each layer is clipped, to torch's own sums, and keeps examples apart.
@@ -197,7 +218,12 @@ class OwnStart:
         items = to_device(made_up, self.engine)
         padding = {name: row[None] for name, row in example.padding().items()}
         check_against_autograd(
-            self.model, items, self.task, fallback=self.fallback, padding=padding, allowed_ids=example.allowed_ids()
+            self.model,
+            items,
+            self.task,
+            fallback=self.fallback,
+            padding=padding,
+            allowed_ids=example.allowed_ids(),
         )
         for line in plan_of(self.model).sentences(self.model):
             collectives.say(line)
@@ -218,7 +244,9 @@ class OwnStart:
             collectives.say(reader.unusable)
         fields = {name: repr(field) for name, field in reader.example.fields.items()}
         data = digest.hex() if version is None else f"version {version}"
-        return json.dumps({"items": len(reader.dataset), "data": data, "fields": fields}, sort_keys=True).encode()
+        return json.dumps(
+            {"items": len(reader.dataset), "data": data, "fields": fields}, sort_keys=True
+        ).encode()
 
     def open_ledger(self) -> Opening:
         opening = open_ledger(
@@ -232,7 +260,9 @@ class OwnStart:
         )
         self.is_new = opening.ledger is None
         if not opening.plan.formal_guarantee:
-            raise PrivacyConfigError(f"a private loop makes a formal claim, and here {opening.plan.reasons[0]}")
+            raise PrivacyConfigError(
+                f"a private loop makes a formal claim, and here {opening.plan.reasons[0]}"
+            )
         for line in opening.plan.warnings if collectives.rank() == 0 else ():
             warnings.warn(line, stacklevel=4)
         return opening
@@ -260,14 +290,18 @@ class OwnStart:
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         engine = self.engine
         rows = most_rows(plan, self.reader.micro_batch_size)
-        clipped = plan.clipped_sum(self.model, shapes=engine.shapes, rows=rows, device=engine.device)
+        clipped = plan.clipped_sum(
+            self.model, shapes=engine.shapes, rows=rows, device=engine.device
+        )
         self.undone.callback(clipped.detach)
         return Parts(
             engine=engine,
             task=self.task,
             clipped=clipped,
             noise=plan.noise(),
-            read=lambda plans: self.reader.steps(plans, self.num_workers, pin_memory=engine.device.type == "cuda"),
+            read=lambda plans: self.reader.steps(
+                plans, self.num_workers, pin_memory=engine.device.type == "cuda"
+            ),
             micro_batch_size=self.reader.micro_batch_size,
             learning_rate=self._rate,
             note_charge=self._require_untouched,
@@ -282,7 +316,11 @@ class OwnStart:
         rate = self.learning_rate
         if rate is None:
             return self.engine.read_rates()[0]
-        return rate_of(rate(step), f"learning_rate({step})") if callable(rate) else rate_of(rate, "learning_rate")
+        return (
+            rate_of(rate(step), f"learning_rate({step})")
+            if callable(rate)
+            else rate_of(rate, "learning_rate")
+        )
 
     def _require_untouched(self, step: int) -> None:
         """The caller's loss, items and rate have run: they have moved neither model and optimizer nor a scheduler."""
@@ -292,27 +330,48 @@ class OwnStart:
     def _stored(self) -> Stored:
         """Says what a checkpoint holds, and refuses one in which anything but the loop's own steps has written."""
         require_alike(self.engine.require_unchanged)
-        facts = {**self.engine.facts(), "run": self.folder.root.resolve().name, "model": self.model_facts}
+        facts = {
+            **self.engine.facts(),
+            "run": self.folder.root.resolve().name,
+            "model": self.model_facts,
+        }
         average = self.registered.average
-        return Stored(self.engine.state() if average is None else average.states(), self.engine.shapes, facts)
+        return Stored(
+            self.engine.state() if average is None else average.states(), self.engine.shapes, facts
+        )
 
     def _configuration(self) -> str:
         """The run's configuration in the trainer's words, which the card, the audit and verify.py compare with the ledger."""
         request, mirror = self.request, self.mirror
         # Names as the ledger has them: two folders of one run are one, and a resume need not say it again.
         behind = [place["run"] for place in self.ledger.opened.get("behind", ())]
-        asked = ("expected_batch_size", "noise_multiplier", "target_epsilon", "target_delta", "max_grad_norm")
+        asked = (
+            "expected_batch_size",
+            "noise_multiplier",
+            "target_epsilon",
+            "target_delta",
+            "max_grad_norm",
+        )
         sections: dict[str, dict[str, Any]] = {
             "data": {"num_examples": request.num_examples},
             "privacy": {name: getattr(request, name) for name in asked},
             "optimizer": {"name": type(self.optimizer).__name__},
-            "init": {"starts_from": behind or "public"} if behind or self.starts_from is not None else {},
-            "train": {"num_steps": request.num_steps, "micro_batch_size": self.reader.micro_batch_size},
+            "init": {"starts_from": behind or "public"}
+            if behind or self.starts_from is not None
+            else {},
+            "train": {
+                "num_steps": request.num_steps,
+                "micro_batch_size": self.reader.micro_batch_size,
+            },
         }
         sections["privacy"]["ledger_mirror"] = None if mirror is None else str(mirror)
         lines = [f"name = {written(self.folder.root.resolve().name)}"]
         for title, section in sections.items():
             if section:
                 lines += ["", f"[{title}]"]
-                lines += [f"{key} = {written(value)}" for key, value in section.items() if value is not None]
+                lines += [
+                    f"{key} = {written(value)}"
+                    for key, value in section.items()
+                    if value is not None
+                ]
         return "\n".join(lines) + "\n"

@@ -83,7 +83,12 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
     unusable = ""  # how many items the last look found that count as zero, and why, for the console
 
     def __init__(
-        self, dataset: Items, example: Example, micro_batch_size: int, *, unusable_as_zero: bool = False
+        self,
+        dataset: Items,
+        example: Example,
+        micro_batch_size: int,
+        *,
+        unusable_as_zero: bool = False,
     ) -> None:
         if isinstance(dataset, DataLoader):
             raise PrivacyConfigError(
@@ -114,38 +119,56 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         torch.default_generator.manual_seed(key & (2**63 - 1))
         try:
             return self.example.read(self.dataset[index])
-        except (Unusable, KeyboardInterrupt, SystemExit):  # the last two are how somebody ends the program
+        except (
+            Unusable,
+            KeyboardInterrupt,
+            SystemExit,
+        ):  # the last two are how somebody ends the program
             raise
         except BaseException as error:  # a panic of a decoder in Rust is no Exception
             if _is_of_the_machine(error):
-                raise ItemNotRead(f"item {index} could not be read: {type(error).__name__}: {error}") from error
+                raise ItemNotRead(
+                    f"item {index} could not be read: {type(error).__name__}: {error}"
+                ) from error
             kind = f"cannot be read: {type(error).__name__}"
             raise Unusable(f"{kind}: {error}", kind) from error
 
     def _columns(self) -> dict[str, Tensor] | None:
         """The tensors of a `TensorDataset` that hold the fields as they are declared; None for any other data."""
         fields = self.example.fields
-        if type(self.dataset) is not TensorDataset or self.example.is_named or len(self.dataset.tensors) != len(fields):
+        if (
+            type(self.dataset) is not TensorDataset
+            or self.example.is_named
+            or len(self.dataset.tensors) != len(fields)
+        ):
             return None
         columns = dict(zip(fields, self.dataset.tensors, strict=True))
         is_plain = all(
-            type(column) is Tensor and column.layout == torch.strided and column.device.type == "cpu"
-            and column.dtype == fields[name].dtype and column.shape[1:] == fields[name].shape
+            type(column) is Tensor
+            and column.layout == torch.strided
+            and column.device.type == "cpu"
+            and column.dtype == fields[name].dtype
+            and column.shape[1:] == fields[name].shape
             for name, column in columns.items()
-        )  # fmt: skip
+        )
         return columns if is_plain else None
 
     def __getitem__(self, request: Request) -> MicroBatch | ItemNotRead:
         inputs = {
-            name: row.expand(self.micro_batch_size, *row.shape).clone() for name, row in self.example.padding().items()
+            name: row.expand(self.micro_batch_size, *row.shape).clone()
+            for name, row in self.example.padding().items()
         }
         is_padding_B = torch.ones(self.micro_batch_size, dtype=torch.bool)
         num_undecodable = 0
         columns = self._columns()
         if columns is not None and request:
-            index_N, row_N = torch.tensor([(index, row) for index, _, row in request]).view(-1, 2).unbind(1)
+            index_N, row_N = (
+                torch.tensor([(index, row) for index, _, row in request]).view(-1, 2).unbind(1)
+            )
             read = {name: column.detach()[index_N] for name, column in columns.items()}
-            is_usable_N = torch.stack([self.example.fields[name].allows(value) for name, value in read.items()]).all(0)
+            is_usable_N = torch.stack(
+                [self.example.fields[name].allows(value) for name, value in read.items()]
+            ).all(0)
             for name, value in read.items():
                 inputs[name][row_N[is_usable_N]] = value[is_usable_N]
             is_padding_B[row_N[is_usable_N]] = False
@@ -191,7 +214,9 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         results: Iterator[MicroBatch | ItemNotRead] = map(self.__getitem__, requests())
         if num_workers:
             try:
-                results = iter(DataLoader(self, batch_size=None, sampler=requests(), num_workers=num_workers))
+                results = iter(
+                    DataLoader(self, batch_size=None, sampler=requests(), num_workers=num_workers)
+                )
             except OSError as error:
                 raise ItemNotRead(
                     f"workers cannot start: {error.strerror or error}; they need /dev/shm and processes: mend that, or give "
@@ -204,7 +229,9 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
                     raise result
                 if pin_memory:
                     inputs = {name: x.pin_memory() for name, x in result.inputs.items()}
-                    result = MicroBatch(inputs, result.is_padding_B.pin_memory(), result.num_undecodable)
+                    result = MicroBatch(
+                        inputs, result.is_padding_B.pin_memory(), result.num_undecodable
+                    )
                 yield result
 
         for first in results:
@@ -328,10 +355,16 @@ def chance_of_label(count: int, having: int, lost: int, number: int) -> float:
     Args:
         having: how many of all items have the label.
     """
-    ratio = (having - number) * (lost - number) / ((number + 1) * (count - having - lost + number + 1))
+    ratio = (
+        (having - number) * (lost - number) / ((number + 1) * (count - having - lost + number + 1))
+    )
     if ratio >= 1:
         return 1.0
-    chosen = _log_choose(having, number) + _log_choose(count - having, lost - number) - _log_choose(count, lost)
+    chosen = (
+        _log_choose(having, number)
+        + _log_choose(count - having, lost - number)
+        - _log_choose(count, lost)
+    )
     return min(1.0, math.exp(chosen) / (1 - ratio))
 
 
@@ -342,8 +375,12 @@ def _log_choose(count: int, number: int) -> float:
 def _is_of_the_machine(error: BaseException) -> bool:
     """Whether a file, a network or memory failed; Pillow raises plain OSErrors without a number for pictures that are broken."""
     if isinstance(error, OSError):
-        is_of_a_picture = type(error) is OSError or type(error).__module__.partition(".")[0] == "PIL"
+        is_of_a_picture = (
+            type(error) is OSError or type(error).__module__.partition(".")[0] == "PIL"
+        )
         return error.errno is not None or not is_of_a_picture
-    if isinstance(error, RuntimeError):  # torch has no class of its own for what a CPU's memory cannot hold
+    if isinstance(
+        error, RuntimeError
+    ):  # torch has no class of its own for what a CPU's memory cannot hold
         return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     return isinstance(error, MemoryError)

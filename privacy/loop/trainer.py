@@ -21,7 +21,10 @@ from .loop import PrivateLoop, require_known
 UNFIT = {
     "fp16": (False, "weights are float32"),
     "bf16": (False, "weights are float32"),
-    "gradient_accumulation_steps": (1, "expected_batch_size says how large a batch is, whatever the micro-batch"),
+    "gradient_accumulation_steps": (
+        1,
+        "expected_batch_size says how large a batch is, whatever the micro-batch",
+    ),
     "neftune_noise_alpha": (None, "its noise is drawn for a batch"),
     "label_smoothing_factor": (0.0, "the loss per example is the plain cross-entropy; give loss="),
     "deepspeed": (None, "the trainer of the project shards weights"),
@@ -66,8 +69,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
     ) -> None:
         names = PrivateLoop.__init__.__annotations__.keys() - SAID_BY_ARGS
         for name in rest.keys() & SAID_BY_ARGS:
-            raise PrivacyConfigError(f"PrivateTrainer takes no {name}: give TrainingArguments {SAID_BY_ARGS[name]}")
-        require_known(rest, {*names, *inspect.signature(Trainer.__init__).parameters}, "PrivateTrainer")
+            raise PrivacyConfigError(
+                f"PrivateTrainer takes no {name}: give TrainingArguments {SAID_BY_ARGS[name]}"
+            )
+        require_known(
+            rest, {*names, *inspect.signature(Trainer.__init__).parameters}, "PrivateTrainer"
+        )
         self._private = {name: rest.pop(name) for name in list(rest) if name in names}
         self._run_dir, self._eval_is_public = run_dir, eval_is_public
         if args.max_steps < 1:
@@ -79,12 +86,18 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 raise PrivacyConfigError(
                     f"TrainingArguments {name}={getattr(args, name)!r} is refused: {why}; take {usual!r}"
                 )
-        if rest.get("compute_loss_func") is not None or type(self).compute_loss is not Trainer.compute_loss:
+        if (
+            rest.get("compute_loss_func") is not None
+            or type(self).compute_loss is not Trainer.compute_loss
+        ):
             raise PrivacyConfigError(
                 "compute_loss and compute_loss_func are refused: private steps need one loss per example and would not call "
                 "them; give loss="
             )
-        if str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "reduce_lr_on_plateau":
+        if (
+            str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+            == "reduce_lr_on_plateau"
+        ):
             raise PrivacyConfigError(
                 "lr_scheduler_type='reduce_lr_on_plateau' is refused: it follows a metric; take a schedule of steps, or set the "
                 "rate from public metrics in a PrivateLoop"
@@ -108,7 +121,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
     def train(self, resume_from_checkpoint: Any = None, **unused: Any) -> TrainOutput:
         """Trains to `args.max_steps`; the run folder says where it goes on."""
         if resume_from_checkpoint or any(value is not None for value in unused.values()):
-            raise PrivacyConfigError("the run folder resumes by itself: call train() without arguments")
+            raise PrivacyConfigError(
+                "the run folder resumes by itself: call train() without arguments"
+            )
         args, model = self.args, self.model
         optimizer = self.create_optimizer()
         with PrivateLoop(
@@ -122,7 +137,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             self.loop = loop
             if self._private.get("learning_rate") is None:
                 loop.register(self.create_scheduler(args.max_steps, optimizer))
-            self.state = TrainerState(global_step=loop.steps_done, max_steps=args.max_steps, num_train_epochs=1)
+            self.state = TrainerState(
+                global_step=loop.steps_done, max_steps=args.max_steps, num_train_epochs=1
+            )
             self.state.is_world_process_zero = self.is_world_process_zero()
             self.state.is_local_process_zero = self.is_local_process_zero()
             self.state.compute_steps(args, args.max_steps)
@@ -131,18 +148,30 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
                 self.state.global_step = step.number
                 self.control = self.callback_handler.on_step_end(args, self.state, self.control)
                 if self.control.should_log:
-                    self.log({"epsilon": step.epsilon, "learning_rate": step.lr, "grad_norm": step.noised_grad_norm})
+                    self.log(
+                        {
+                            "epsilon": step.epsilon,
+                            "learning_rate": step.lr,
+                            "grad_norm": step.noised_grad_norm,
+                        }
+                    )
                 if self.control.should_evaluate:
                     known, was_training = set(vars(model)), model.training
                     self.evaluate()
-                    model.train(was_training)  # as the self-check has seen it: transformers leaves marks on it
+                    model.train(
+                        was_training
+                    )  # as the self-check has seen it: transformers leaves marks on it
                     for mark in set(vars(model)) - known:
                         delattr(model, mark)
                 if self.control.should_save:
                     loop.save()
-                self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+                self.control.should_log = self.control.should_evaluate = (
+                    self.control.should_save
+                ) = False
                 if self.control.should_training_stop:
                     break
             self.control = self.callback_handler.on_train_end(args, self.state, self.control)
         metrics = {"epsilon": loop.epsilon, "delta": loop.delta}
-        return TrainOutput(self.state.global_step, float("nan"), metrics)  # the training loss stays private
+        return TrainOutput(
+            self.state.global_step, float("nan"), metrics
+        )  # the training loss stays private

@@ -47,7 +47,11 @@ def require_comparable(name: object, tensor: Tensor) -> None:
         PrivacyConfigError: nobody could tell whether the tensor is what it was.
     """
     if not is_strided(tensor) or not _can_be_compared(tensor.dtype, tensor.device):
-        kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "sparse": tensor.layout != torch.strided}
+        kinds = {
+            "nested": tensor.is_nested,
+            "quantized": tensor.is_quantized,
+            "sparse": tensor.layout != torch.strided,
+        }
         kind = next((kind for kind, is_so in kinds.items() if is_so), f"of {tensor.dtype}")
         raise PrivacyConfigError(
             f"{name} is {kind}, and the checks compare dense numbers of ordinary dtypes alone: keep it dense, and convert it in "

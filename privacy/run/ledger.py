@@ -29,7 +29,9 @@ class RunLedger:
         members: the private record of attempts, which is there since the run was opened.
     """
 
-    def __init__(self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, members: Path) -> None:
+    def __init__(
+        self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, members: Path
+    ) -> None:
         self._ledger, self._members_path = ledger, members
         self.key = key
         self.plan = plan
@@ -40,8 +42,15 @@ class RunLedger:
 
         state = None if ledger is None else ledger.state
         self.starts = 0 if state is None else len(state.nonces)  # before this one; on rank 0
-        facts = state and (dict(state.attempts), state.closed is not None, state.checkpointed_step, state.opened)
-        self.attempts, self.is_closed, self.checkpointed_step, opened = collectives.on_main(lambda: facts)  # type: ignore[misc]
+        facts = state and (
+            dict(state.attempts),
+            state.closed is not None,
+            state.checkpointed_step,
+            state.opened,
+        )
+        self.attempts, self.is_closed, self.checkpointed_step, opened = collectives.on_main(
+            lambda: facts
+        )  # type: ignore[misc]
         self.opened: Recorded = opened  # the fields of the ledger's first line
 
     def release(self) -> None:
@@ -88,13 +97,23 @@ class RunLedger:
         if not self.plan.enabled:
             return
         assert self._nonce is not None, "a session comes first"
-        attempt, rows, nonce = self.attempts.get(plan.step, 0), plan.num_micro_batches * micro_batch_size, self._nonce
-        digest = members_digest(self.key, nonce, attempt, plan.step, collectives.rank(), plan.example_ids)
-        counts, digests = zip(*collectives.gather_objects((len(plan.example_ids), digest)), strict=True)
+        attempt, rows, nonce = (
+            self.attempts.get(plan.step, 0),
+            plan.num_micro_batches * micro_batch_size,
+            self._nonce,
+        )
+        digest = members_digest(
+            self.key, nonce, attempt, plan.step, collectives.rank(), plan.example_ids
+        )
+        counts, digests = zip(
+            *collectives.gather_objects((len(plan.example_ids), digest)), strict=True
+        )
 
         def write() -> None:
             seq, digest_of_line = self._on_main.position()
-            line = MembersRecord(seq, digest_of_line, plan.step, attempt, nonce.hex(), rows, counts, digests, nodes)
+            line = MembersRecord(
+                seq, digest_of_line, plan.step, attempt, nonce.hex(), rows, counts, digests, nodes
+            )
             append_line(self._members_path, line)
 
         collectives.on_main(write)
@@ -120,7 +139,9 @@ class RunLedger:
 
     def done(self, step: int, **noised: Any) -> None:
         if self.plan.enabled:
-            collectives.on_main(lambda: self._on_main.done(step, self.attempts.get(step, 0), **noised))
+            collectives.on_main(
+                lambda: self._on_main.done(step, self.attempts.get(step, 0), **noised)
+            )
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
         if self.plan.enabled:
@@ -129,7 +150,9 @@ class RunLedger:
     def adopt(self, resumed: Checkpoint) -> None:
         """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
         digest = file_digest(resumed.path / MANIFEST)
-        if not collectives.on_main(lambda: (resumed.step, digest) in self._on_main.state.checkpoints):
+        if not collectives.on_main(
+            lambda: (resumed.step, digest) in self._on_main.state.checkpoints
+        ):
             self.checkpoint(resumed.step, resumed.path.name, digest)
 
     def close_run(self) -> None:
@@ -145,7 +168,9 @@ class RunLedger:
 
     def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
         """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
-        collectives.on_main(lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"]))
+        collectives.on_main(
+            lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"])
+        )
 
     def require_recorded(self, checkpoint: Path) -> None:
         """Refuses a checkpoint that is not the one that the ledger recorded (exit 4)."""
@@ -156,7 +181,9 @@ class RunLedger:
         charged = self.num_charged if num_charged is None else num_charged
         return None if self._table is None else self._table.epsilon(charged)
 
-    def claim(self, num_charged: int | None = None, *, is_exact: bool = False) -> tuple[float, float] | None:
+    def claim(
+        self, num_charged: int | None = None, *, is_exact: bool = False
+    ) -> tuple[float, float] | None:
         """(epsilon, delta) of what the weights carry: this run's, composed with the private runs behind its initial weights.
 
         None without a guarantee. It is the number to print first, and everywhere.
@@ -230,7 +257,9 @@ def open_ledger(
 
     def planned() -> tuple[Recorded | None, PrivacyPlan]:
         recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
-        return recorded, make_plan(asked(recorded), resume=None if recorded is None else recorded["plan"])
+        return recorded, make_plan(
+            asked(recorded), resume=None if recorded is None else recorded["plan"]
+        )
 
     recorded, plan = collectives.on_main(planned)
 
@@ -238,12 +267,24 @@ def open_ledger(
         opened = list[tuple[Ledger, SamplingKey]]()  # on rank 0; the others read the key themselves
 
         def open_on_main() -> str:
-            fields = {"commit": environment()["commit"], "noised_coordinates": noised, "sum_exponent": exponent}
+            fields = {
+                "commit": environment()["commit"],
+                "noised_coordinates": noised,
+                "sum_exponent": exponent,
+            }
             fields |= described(recorded, plan)
             ledger, key = open_run_state(
-                folder.ledger, folder.key, plan, data_manifest=manifest(), open_fields=fields, mirror=mirror, shared=shared,
-                has_checkpoint=has_checkpoints(folder.checkpoints), members=folder.members, mended=False,
-            )  # fmt: skip
+                folder.ledger,
+                folder.key,
+                plan,
+                data_manifest=manifest(),
+                open_fields=fields,
+                mirror=mirror,
+                shared=shared,
+                has_checkpoint=has_checkpoints(folder.checkpoints),
+                members=folder.members,
+                mended=False,
+            )
             opened.append((ledger, key))
             return key.commitment()
 

@@ -16,7 +16,14 @@ from ..checkpoints.read import Checkpoint, newest_whole, readable_manifests, set
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping import ClippedSum
 from ..clipping.recorder import Task
-from ..errors import BUDGET_SPENT, DONE, STOPPED_EARLY, ConfigError, PrivacyStateRefused, StepDropped
+from ..errors import (
+    BUDGET_SPENT,
+    DONE,
+    STOPPED_EARLY,
+    ConfigError,
+    PrivacyStateRefused,
+    StepDropped,
+)
 from ..noise import NoiseSource
 from ..plan import PrivacyPlan
 from ..premises import require_premises
@@ -103,7 +110,10 @@ class Watcher:
         return False
 
     def take(
-        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+        self,
+        plan: Dealt,
+        batches: Iterator[MicroBatch],
+        step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
         """Takes the step, which is charged in it; what follows on it here comes before its checkpoint.
 
@@ -145,7 +155,9 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
             return Finished(ledger, resumed)
         found = ledger, resumed
         require_drawn_noise(folder, opening.plan, resumed)
-        restarted = collectives.on_main(lambda: begins_again(folder, *found, may_restart=start.may_restart))
+        restarted = collectives.on_main(
+            lambda: begins_again(folder, *found, may_restart=start.may_restart)
+        )
     else:
         collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
@@ -200,7 +212,12 @@ class Run:
     """
 
     def __init__(
-        self, folder: RunFolder, ledger: RunLedger, parts: Parts, nonce: bytes, resumed: Checkpoint | None
+        self,
+        folder: RunFolder,
+        ledger: RunLedger,
+        parts: Parts,
+        nonce: bytes,
+        resumed: Checkpoint | None,
     ) -> None:
         plan = ledger.plan
         self.folder, self.ledger, self.parts, self.plan = folder, ledger, parts, plan
@@ -230,7 +247,10 @@ class Run:
             expected_batch_size=plan.expected_batch_size,
         )
         self._checkpoints = CheckpointWriter(
-            folder.checkpoints, parts.retention, in_background=parts.in_background, published=ledger.checkpoint
+            folder.checkpoints,
+            parts.retention,
+            in_background=parts.in_background,
+            published=ledger.checkpoint,
         )
 
     def steps(self, watcher: Watcher | None = None) -> Generator[StepRecord, None, None]:
@@ -257,7 +277,9 @@ class Run:
                 # Before the intent, so that every charge has its private record of whom it was spent on.
                 self.ledger.note(dealt, parts.micro_batch_size, parts.nodes)
                 try:
-                    record = side.take(dealt, micro_batches, partial(train_step, self.mechanism, dealt.step))
+                    record = side.take(
+                        dealt, micro_batches, partial(train_step, self.mechanism, dealt.step)
+                    )
                 except StepDropped:
                     self.outcome = STOPPED_EARLY
                     break
@@ -316,7 +338,9 @@ def first_exponent(clipped: ClippedSum, plan: PrivacyPlan) -> int | None:
     """f of the sums at the plan's C, where C may have moved since (adaptive clipping), and f with it; None without noise."""
     if clipped.exponent is None:
         return None
-    return clipped.exponent + math.frexp(clipped.max_grad_norm)[1] - math.frexp(plan.max_grad_norm)[1]
+    return (
+        clipped.exponent + math.frexp(clipped.max_grad_norm)[1] - math.frexp(plan.max_grad_norm)[1]
+    )
 
 
 def load_newest(
@@ -355,7 +379,9 @@ def require_no_checkpoint(folder: RunFolder) -> None:
             )
 
 
-def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool) -> bool:
+def begins_again(
+    folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool
+) -> bool:
     """Whether the run has lost all its checkpoints and begins again at step 0; prints one line about any other loss.
 
     A crash before the first checkpoint is no loss: the ledger records a checkpoint only when it is durable, and one that
@@ -372,7 +398,9 @@ def begins_again(folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | Non
                 f"{resumed.step} are repeated and charged again"
             )
         if may_restart:
-            collectives.say(f"restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}")
+            collectives.say(
+                f"restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}"
+            )
         return False
     if recorded is not None and not may_restart:
         raise PrivacyStateRefused(

@@ -36,7 +36,9 @@ class SamplingKey:
         return f"SamplingKey(commitment={self.commitment()[:12]}...)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a sampling key is not pickled: it must not reach a checkpoint or another machine's memory")
+        raise TypeError(
+            "a sampling key is not pickled: it must not reach a checkpoint or another machine's memory"
+        )
 
     @classmethod
     def create(cls, path: Path | str) -> Self:
@@ -46,7 +48,9 @@ class SamplingKey:
             try:
                 durable.write_new(Path(path), key._secret, 0o600)
             except FileExistsError as error:
-                raise PrivacyStateRefused(f"{path}: exists; a sampling key is never overwritten") from error
+                raise PrivacyStateRefused(
+                    f"{path}: exists; a sampling key is never overwritten"
+                ) from error
         return key
 
     @classmethod
@@ -92,7 +96,9 @@ class SamplingKey:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
             said = f"cannot read the sampling key: {error.strerror or error}"
-            said += "; a published copy has none: take the run's own folder" * isinstance(error, FileNotFoundError)
+            said += "; a published copy has none: take the run's own folder" * isinstance(
+                error, FileNotFoundError
+            )
             raise PrivacyStateRefused(f"{path}: {said}") from error
         try:
             status = os.fstat(descriptor)
@@ -100,11 +106,17 @@ class SamplingKey:
             if not stat.S_ISREG(status.st_mode):
                 raise PrivacyStateRefused(f"{path}: the sampling key must be a regular file")
             if mode & 0o077:
-                raise PrivacyStateRefused(f"{path}: readable by others (mode {mode:04o}); it must be 0600")
+                raise PrivacyStateRefused(
+                    f"{path}: readable by others (mode {mode:04o}); it must be 0600"
+                )
             if status.st_uid != os.geteuid():
-                raise PrivacyStateRefused(f"{path}: owned by user {status.st_uid}, not by the user of this process")
+                raise PrivacyStateRefused(
+                    f"{path}: owned by user {status.st_uid}, not by the user of this process"
+                )
             if status.st_size != KEY_BYTES:
-                raise PrivacyStateRefused(f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}")
+                raise PrivacyStateRefused(
+                    f"{path}: {status.st_size} bytes; a sampling key has {KEY_BYTES}"
+                )
             key = cls(os.read(descriptor, KEY_BYTES + 1))
         finally:
             os.close(descriptor)

@@ -50,7 +50,9 @@ class Sampler(ABC):
         """The key that `decide` and `members` need for one attempt."""
 
     @abstractmethod
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
+    def decide(
+        self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
+    ) -> Decided:
         """Decides the examples of [start, stop) for `step`."""
 
     def members(self, coin_key: bytes, step: int) -> Ids:
@@ -81,7 +83,9 @@ class PoissonSampler(Sampler):
     cap: int | None = None
 
     @classmethod
-    def with_expected_batch(cls, num_examples: int, expected_batch_size: int, cap: int | None) -> Self:
+    def with_expected_batch(
+        cls, num_examples: int, expected_batch_size: int, cap: int | None
+    ) -> Self:
         """The sampler with rate B / n, computed in integers: Q = floor(B 2^64 / n)."""
         if not 1 <= expected_batch_size <= num_examples:
             raise PrivacyConfigError(
@@ -94,13 +98,17 @@ class PoissonSampler(Sampler):
     def sample_rate(self) -> float:
         """Q / 2^64 as a float, rounded up: the rate that the accountant is charged with."""
         exact = Fraction(self.threshold, 2**64)
-        return float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
+        return (
+            float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
+        )
 
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
         """Fresh coins for every start of the program and every attempt."""
         return key.coin_key(session_nonce, attempt)
 
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
+    def decide(
+        self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
+    ) -> Decided:
         """Decides the examples of [start, stop) for `step`; memory is that of one chunk plus the result."""
         stop = self.num_examples if stop is None else stop
         last = np.uint64(self.threshold - 1)
@@ -109,7 +117,10 @@ class PoissonSampler(Sampler):
             hits = np.flatnonzero(drawn <= last)
             ids.append(hits + first)
             values.append(drawn[hits])
-        return Decided(np.concatenate([np.empty(0, np.int64), *ids]), np.concatenate([np.empty(0, np.uint64), *values]))
+        return Decided(
+            np.concatenate([np.empty(0, np.int64), *ids]),
+            np.concatenate([np.empty(0, np.uint64), *values]),
+        )
 
 
 def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:

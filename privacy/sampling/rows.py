@@ -117,8 +117,14 @@ def _order_of_rows(row_key: bytes, step: int, num_rows: int) -> Ids:
 
 
 def deal(
-    row_key: bytes, step: int, members: Ids, rows_per_rank: int, world_size: int, rank: int, shares: Sequence[Share] = ()
-) -> tuple[Ids, Ids]:  # fmt: skip
+    row_key: bytes,
+    step: int,
+    members: Ids,
+    rows_per_rank: int,
+    world_size: int,
+    rank: int,
+    shares: Sequence[Share] = (),
+) -> tuple[Ids, Ids]:
     """Gives a rank (ids, rows): its members in rising order and where they stand among its `rows_per_rank` rows.
 
     Args:
@@ -129,14 +135,20 @@ def deal(
     Raises:
         PrivacyConfigError: more members than rows.
     """
-    here = [slice(*np.searchsorted(members, (share.start, share.stop)).tolist()) for share in shares]
+    here = [
+        slice(*np.searchsorted(members, (share.start, share.stop)).tolist()) for share in shares
+    ]
     fits = [
-        part.stop - part.start <= rows_per_rank * len(share.ranks) for share, part in zip(shares, here, strict=True)
+        part.stop - part.start <= rows_per_rank * len(share.ranks)
+        for share, part in zip(shares, here, strict=True)
     ]
     if shares and all(fits):
         share, part = next(pair for pair in zip(shares, here, strict=True) if rank in pair[0].ranks)
         order = _order_of_rows(row_key, step, rows_per_rank * world_size)
-        members, rows = members[part], order[np.isin(order // rows_per_rank, share.ranks)][: part.stop - part.start]
+        members, rows = (
+            members[part],
+            order[np.isin(order // rows_per_rank, share.ranks)][: part.stop - part.start],
+        )
     else:
         rows = rows_of_members(row_key, step, len(members), rows_per_rank * world_size)
     mine = rows // rows_per_rank == rank

@@ -37,11 +37,15 @@ class ShuffleSampler(Sampler):
         """The largest batch; nothing is ever cut."""
         return math.ceil(self.num_examples / self.steps_per_epoch)
 
-    def decide(self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None) -> Decided:
+    def decide(
+        self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
+    ) -> Decided:
         """The members of `step` within [start, stop); the first of an epoch costs one shuffle of the examples' numbers."""
         stop = self.num_examples if stop is None else stop
         epoch, index = divmod(step - 1, self.steps_per_epoch)
-        first, last = (self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1))
+        first, last = (
+            self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1)
+        )
         ids = np.sort(_order(coin_key, epoch, self.num_examples)[first:last])
         ids = ids[(ids >= start) & (ids < stop)]
         return Decided(ids, np.zeros(len(ids), np.uint64))

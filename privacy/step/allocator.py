@@ -22,7 +22,9 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    return bool(mallopt(M_TRIM_THRESHOLD, -1)) and bool(mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD))
+    return bool(mallopt(M_TRIM_THRESHOLD, -1)) and bool(
+        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+    )
 
 
 def give_back_freed_memory() -> None:

@@ -30,7 +30,9 @@ class WeightAverage:
 
     def __init__(self, decay: float) -> None:
         if not 0 <= decay < 1:
-            raise PrivacyConfigError(f"the decay of a weight average is at least 0 and below 1, not {decay}")
+            raise PrivacyConfigError(
+                f"the decay of a weight average is at least 0 and below 1, not {decay}"
+            )
         self._decay = decay
         self._average: dict[Piece, Tensor] = {}
 
@@ -64,7 +66,9 @@ class WeightAverage:
                 "the average is used where each rank has the whole model; load it from a checkpoint"
             )
         average = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
-        for pieces in collectives.gather_objects({piece: values.cpu() for piece, values in self._average.items()}):
+        for pieces in collectives.gather_objects(
+            {piece: values.cpu() for piece, values in self._average.items()}
+        ):
             for piece, values in pieces.items():
                 average[piece.name][piece.offset : piece.offset + piece.length] = values
         parameters = {n: p for n, p in self._engine.module.named_parameters() if n in average}

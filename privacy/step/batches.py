@@ -30,14 +30,20 @@ def num_micro_batches(count: int, world_size: int, size: int) -> int:
 
 
 def most_micro_batches(
-    sampler: Sampler, world_size: int, size: int, nodes: Sequence[int] = (), expected_batch_size: int = 0
+    sampler: Sampler,
+    world_size: int,
+    size: int,
+    nodes: Sequence[int] = (),
+    expected_batch_size: int = 0,
 ) -> int:
     """How many micro-batches every rank runs for a batch of as many examples as there may be; see `LogicalBatches`."""
     most = sampler.num_examples if sampler.cap is None else sampler.cap
     count = num_micro_batches(most, world_size, size)
     for share in shares_of_nodes(nodes, sampler.num_examples) if nodes else ():
         expected = (share.stop - share.start) * expected_batch_size / sampler.num_examples
-        count = max(count, num_micro_batches(min(most_of_share(expected), most), len(share.ranks), size))
+        count = max(
+            count, num_micro_batches(min(most_of_share(expected), most), len(share.ranks), size)
+        )
     return count
 
 
@@ -100,18 +106,24 @@ class LogicalBatches:
         attempt = self.attempts.get(step, 0)
         coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
-        members = self.sampler.merge(collectives.gather_objects(self.sampler.decide(coin_key, step, start, stop)))
+        members = self.sampler.merge(
+            collectives.gather_objects(self.sampler.decide(coin_key, step, start, stop))
+        )
         size, shares = self.micro_batch_size, []
         if self.nodes:
             shares = shares_of_nodes(self.nodes, self.sampler.num_examples)
         if self.pads_to_cap:
-            count = most_micro_batches(self.sampler, world_size, size, self.nodes, self.expected_batch_size)
+            count = most_micro_batches(
+                self.sampler, world_size, size, self.nodes, self.expected_batch_size
+            )
         else:
             count = num_micro_batches(len(members), world_size, size)
             for share in shares:
                 here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
                 count = max(count, num_micro_batches(here, len(share.ranks), size))
         row_key = self.key.row_key(self.nonce, attempt)
-        ids, rows = deal(row_key, step, members, count * self.micro_batch_size, world_size, rank, shares)
+        ids, rows = deal(
+            row_key, step, members, count * self.micro_batch_size, world_size, rank, shares
+        )
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return Dealt(step, ids, keys, count, rows)

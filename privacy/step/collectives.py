@@ -96,7 +96,11 @@ def refuse_together(check: Callable[[], T]) -> list[T]:
         if refused is not None:
             raise PrivacyConfigError(refused)
         if other:
-            raise failed if failed is not None and number == rank() else RemoteError(other.line, other.exit_code)
+            raise (
+                failed
+                if failed is not None and number == rank()
+                else RemoteError(other.line, other.exit_code)
+            )
     return [result for result, _, _ in ranks]  # type: ignore[misc]  # none is missing where nothing was refused
 
 
@@ -152,7 +156,9 @@ def require_sound(device: torch.device) -> None:
         return
     ask = getattr(dist.group.WORLD._get_backend(device), "get_error", None)  # type: ignore[union-attr]  # no public way
     if ask is not None and (said := ask().name) != "SUCCESS":
-        raise RuntimeError(f"NCCL reports {said}: what was received may be incomplete, so nothing of it is used")
+        raise RuntimeError(
+            f"NCCL reports {said}: what was received may be incomplete, so nothing of it is used"
+        )
 
 
 class Traffic:
@@ -185,7 +191,9 @@ def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
     if is_alone():
         out.copy_(rows[0])
         return
-    if rows.device.type == "cpu":  # gloo's own reduce-scatter is an all-reduce: it sends nearly twice as many bytes
+    if (
+        rows.device.type == "cpu"
+    ):  # gloo's own reduce-scatter is an all-reduce: it sends nearly twice as many bytes
         received = torch.empty_like(rows)
         dist.all_to_all_single(received, rows)
         out.copy_(received[0])
@@ -196,7 +204,9 @@ def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
     function(out, rows.view(-1))
 
 
-def exchange(values: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+def exchange(
+    values: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
+) -> Tensor:
     """Sends the r-th run of `values` (of length send_counts[r]) to rank r; returns what all ranks sent here, in rank order."""
     received = values.new_empty(sum(receive_counts))
     traffic.note("exchange", (len(values) - send_counts[rank()]) * values.element_size())

@@ -62,7 +62,9 @@ class ShardLayout:
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
         for piece in (p for owned in self.pieces for p in owned):
             if piece.name not in spans:
-                raise PrivacyConfigError(f"shard layout: {piece.name} is owned, and is no parameter that is trained")
+                raise PrivacyConfigError(
+                    f"shard layout: {piece.name} is owned, and is no parameter that is trained"
+                )
             spans[piece.name].append((piece.offset, piece.offset + piece.length))
         for name, named_spans in spans.items():
             end = 0
@@ -84,7 +86,9 @@ def even_layout(shapes: Mapping[str, torch.Size], world_size: int) -> ShardLayou
     return ShardLayout(tuple(map(tuple, runs(whole, cuts))))
 
 
-def parts_within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[tuple[int, Piece, slice, slice]]:
+def parts_within(
+    pieces: Iterable[Piece], start: int, stop: int
+) -> Iterator[tuple[int, Piece, slice, slice]]:
     """What of the concatenation of `pieces` lies in start..stop: (number, piece, part of the parameter, place behind start)."""
     position = 0
     for number, piece in enumerate(pieces):
@@ -98,7 +102,10 @@ def parts_within(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[tup
 def runs(pieces: Sequence[Piece], cuts: Sequence[int]) -> list[list[Piece]]:
     """The concatenation of `pieces`, cut at ascending positions: run r goes from cuts[r] to cuts[r + 1]."""
     return [
-        [Piece(piece.name, some.start, some.stop - some.start) for _, piece, some, _ in parts_within(pieces, low, high)]
+        [
+            Piece(piece.name, some.start, some.stop - some.start)
+            for _, piece, some, _ in parts_within(pieces, low, high)
+        ]
         for low, high in itertools.pairwise(cuts)
     ]
 
@@ -107,7 +114,9 @@ def split(owned: Tensor, pieces: tuple[Piece, ...]) -> list[GradShard]:
     """Views of an owner's buffer, one per piece."""
     shards, position = [], 0
     for piece in pieces:
-        shards.append(GradShard(piece.name, piece.offset, owned[position : position + piece.length]))
+        shards.append(
+            GradShard(piece.name, piece.offset, owned[position : position + piece.length])
+        )
         position += piece.length
     return shards
 
@@ -169,13 +178,20 @@ class Engine(Protocol):
 def to_device(inputs: Mapping[str, Tensor], engine: Engine) -> dict[str, Tensor]:
     """The model's inputs on the engine's device; floating point ones in its compute dtype."""
     return {
-        name: value.to(engine.device, engine.compute_dtype if value.is_floating_point() else None, non_blocking=True)
+        name: value.to(
+            engine.device,
+            engine.compute_dtype if value.is_floating_point() else None,
+            non_blocking=True,
+        )
         for name, value in inputs.items()
     }
 
 
 def require_neighbours_apart(
-    engine: Engine, task: Task, synthetic_inputs: Callable[[int], dict[str, Tensor]], micro_batch_size: int
+    engine: Engine,
+    task: Task,
+    synthetic_inputs: Callable[[int], dict[str, Tensor]],
+    micro_batch_size: int,
 ) -> None:
     """Tries a made-up micro-batch as training has it: its number of rows, on the device and in the dtype of training. Collective.
 
@@ -187,4 +203,6 @@ def require_neighbours_apart(
         PrivacyConfigError: on all ranks, if one of them finds that a loss depends on other examples.
     """
     inputs = to_device(synthetic_inputs(2), engine)
-    collectives.refuse_together(lambda: require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART)))
+    collectives.refuse_together(
+        lambda: require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART))
+    )

@@ -18,17 +18,54 @@ from ..errors import ConfigError, PrivacyStateRefused, placed
 from ..ledger.durable import make_directory, replace_file
 from ..ledger.members import FILE
 
-PACKAGES = ("torch", "deepspeed", "dp-accounting", "numpy", "cryptography", "tokenizers", "pillow", "pydantic")
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "dp-accounting",
+    "numpy",
+    "cryptography",
+    "tokenizers",
+    "pillow",
+    "pydantic",
+)
 VERIFIER = Path(verify.__file__)
 """Rechecks a published folder without the rest of the project, so every folder holds it."""
 FILES = (
-    *("ledger.jsonl", "metrics.jsonl", "config.toml", "ds_config.json", "environment.json", VERIFIER.name, "STOP"),
-    *("checkpoints/LATEST", "evaluation/*.*", "behind/*", "private/index/*", "private/heldout-index/*"),
-    *(f"private/{name}" for name in ("lock", "visible", "sampling.key", "sampling.key.staged", FILE)),
-    *(f"private/{name}" for name in ("metrics.jsonl", "status.*", "chosen.json", "heldout.jsonl", "*.png")),
+    *(
+        "ledger.jsonl",
+        "metrics.jsonl",
+        "config.toml",
+        "ds_config.json",
+        "environment.json",
+        VERIFIER.name,
+        "STOP",
+    ),
+    *(
+        "checkpoints/LATEST",
+        "evaluation/*.*",
+        "behind/*",
+        "private/index/*",
+        "private/heldout-index/*",
+    ),
+    *(
+        f"private/{name}"
+        for name in ("lock", "visible", "sampling.key", "sampling.key.staged", FILE)
+    ),
+    *(
+        f"private/{name}"
+        for name in ("metrics.jsonl", "status.*", "chosen.json", "heldout.jsonl", "*.png")
+    ),
 )
 FOLDERS = (
-    *("checkpoints", "checkpoints/step-*", "checkpoints/.step-*", "evaluation", "tensorboard", "behind", "private"),
+    *(
+        "checkpoints",
+        "checkpoints/step-*",
+        "checkpoints/.step-*",
+        "evaluation",
+        "tensorboard",
+        "behind",
+        "private",
+    ),
     *("private/index", "private/heldout-index", "private/tensorboard", "private/profile"),
 )
 """Names that a start, or a step, reads or writes: patterns in the run folder."""
@@ -84,7 +121,9 @@ class RunFolder:
     def release(self) -> None:
         """Gives the lock back before the process ends."""
         if self._lock is not None:
-            with contextlib.suppress(OSError):  # somebody else has closed it, and the lock went with it
+            with contextlib.suppress(
+                OSError
+            ):  # somebody else has closed it, and the lock went with it
                 os.close(self._lock)
             self._lock = None
 
@@ -106,13 +145,20 @@ class RunFolder:
             ConfigError: a file is no regular file, or a folder none; a link counts as what it leads to.
             PrivacyStateRefused: the same of ledger, sampling key or record of attempts.
         """
-        for patterns, kind, fits in ((FILES, "file", Path.is_file), (FOLDERS, "folder", Path.is_dir)):
+        for patterns, kind, fits in (
+            (FILES, "file", Path.is_file),
+            (FOLDERS, "folder", Path.is_dir),
+        ):
             for pattern in patterns:
-                for path in sorted(self.root.glob(pattern)) if "*" in pattern else [self.root / pattern]:
+                for path in (
+                    sorted(self.root.glob(pattern)) if "*" in pattern else [self.root / pattern]
+                ):
                     if os.path.lexists(path) and not fits(path):
                         is_privacy_state = path in (self.ledger, self.key, self.members)
                         error = PrivacyStateRefused if is_privacy_state else ConfigError
-                        raise error(f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away")
+                        raise error(
+                            f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away"
+                        )
         for path in self.checkpoints.glob("step-*"):
             if not path.name.removeprefix("step-").isdigit():
                 raise ConfigError(f"{path}: has no name of a checkpoint, step-NUMBER: move it away")
@@ -125,7 +171,9 @@ class RunFolder:
             PrivacyStateRefused: see `require_whole`.
         """
         self.require_whole()
-        if not self.ledger.exists():  # also after a crash in here, which may have left names that are not durable
+        if (
+            not self.ledger.exists()
+        ):  # also after a crash in here, which may have left names that are not durable
             self.create()
 
     def require_whole(self) -> None:
@@ -134,13 +182,17 @@ class RunFolder:
         Raises:
             PrivacyStateRefused: the sampling key is gone, or a checkpoint stands without its ledger.
         """
-        if self.ledger.exists() and not any(self.private.glob(f"{self.key.name}*")):  # it may be staged
+        if self.ledger.exists() and not any(
+            self.private.glob(f"{self.key.name}*")
+        ):  # it may be staged
             lost = self.key if self.private.is_dir() else self.private
             raise PrivacyStateRefused(
                 f"{self.ledger} has lost {lost}, without which its coins are unknown: restore it, or take another run folder"
             )
         if not self.ledger.exists() and any(self.checkpoints.glob("step-*")):
-            raise PrivacyStateRefused(f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown")
+            raise PrivacyStateRefused(
+                f"{self.ledger}: a checkpoint without its ledger; what it spent is unknown"
+            )
 
     def begin(self) -> None:
         """What a start does to the folder once nothing refuses it: makes what is missing and removes an answered STOP."""
@@ -162,7 +214,10 @@ class RunFolder:
         return False
 
     def record_configuration(
-        self, config_toml: str, ds_config: Mapping[str, Any] | None, chosen: Mapping[str, Any] | None = None
+        self,
+        config_toml: str,
+        ds_config: Mapping[str, Any] | None,
+        chosen: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes what this start resolved to. The files of earlier starts are overwritten; the ledger remembers them.
 
@@ -223,7 +278,11 @@ def _git(*arguments: str) -> str:
         return ""
     try:
         return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=30
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
         ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""

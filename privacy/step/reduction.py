@@ -31,8 +31,12 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
     """
     clipped.require_repeated()
     sums, exponent = clipped.accumulator, float(clipped.exponent or 0)
-    first, second = collectives.all_reduce_sum(torch.tensor([exponent, exponent**2], dtype=torch.float64)).tolist()
-    if first**2 != second * collectives.world_size():  # equal if and only if all exponents are, and known to all ranks
+    first, second = collectives.all_reduce_sum(
+        torch.tensor([exponent, exponent**2], dtype=torch.float64)
+    ).tolist()
+    if (
+        first**2 != second * collectives.world_size()
+    ):  # equal if and only if all exponents are, and known to all ranks
         raise PrivacyStateRefused(
             "ranks add clipped sums in different units: their bounds C differ; start again from a checkpoint"
         )
@@ -47,7 +51,10 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
     for piece in itertools.chain.from_iterable(layout.pieces):
         left[piece.name] += piece.length
     waiting: dict[str, Total] = {}
-    shards = [GradShard(p.name, p.offset, torch.empty(0, device=sums.device)) for p in layout.owned_by(rank)]
+    shards = [
+        GradShard(p.name, p.offset, torch.empty(0, device=sums.device))
+        for p in layout.owned_by(rank)
+    ]
     chunk = max(1, PACKED_COORDINATES // max(world_size, 4))
     for start in range(0, max(counts), chunk):
         size = min(start + chunk, max(counts)) - start
@@ -66,7 +73,9 @@ def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard
         for number, piece, some, place in parts_within(layout.owned_by(rank), start, start + size):
             if some.start == piece.offset:  # one tensor a piece, made when its turn comes
                 shards[number] = shards[number]._replace(values=mine.new_empty(piece.length))
-            shards[number].values[some.start - piece.offset : some.stop - piece.offset] = mine[place]
+            shards[number].values[some.start - piece.offset : some.stop - piece.offset] = mine[
+                place
+            ]
     return shards
 
 
@@ -98,6 +107,8 @@ def gather_from_owners(
         for r in range(world_size):
             for _, piece, some, place in parts_within(layout.owned_by(r), start, stop):
                 if piece.name not in gradients:
-                    gradients[piece.name] = torch.empty(shapes[piece.name].numel(), dtype=dtype, device=device)
+                    gradients[piece.name] = torch.empty(
+                        shapes[piece.name].numel(), dtype=dtype, device=device
+                    )
                 gradients[piece.name][some] = rows[r, place]
     return {name: gradients[name].view(shape) for name, shape in shapes.items()}

@@ -22,11 +22,15 @@ def row_shard(shape: torch.Size, index: int, num_shards: int) -> tuple[int, int]
     return offset * row, min(-(-rows // num_shards), rows - offset) * row
 
 
-def row_layout(shapes: Mapping[str, torch.Size], num_shards: int, num_replicas: int = 1) -> ShardLayout:
+def row_layout(
+    shapes: Mapping[str, torch.Size], num_shards: int, num_replicas: int = 1
+) -> ShardLayout:
     """The pieces of each rank; shards of the first replica come first, then those of the second."""
     pieces: list[list[Piece]] = [[] for _ in range(num_shards * num_replicas)]
     for index in range(num_shards):
-        shard = [Piece(name, *row_shard(shape, index, num_shards)) for name, shape in shapes.items()]
+        shard = [
+            Piece(name, *row_shard(shape, index, num_shards)) for name, shape in shapes.items()
+        ]
         part = _replica_cut(sum(piece.length for piece in shard), num_replicas)
         for replica, run in enumerate(runs(shard, [part * r for r in range(num_replicas + 1)])):
             pieces[replica * num_shards + index] = run
@@ -50,7 +54,9 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, int]:
     mesh, local = tensor.device_mesh, tensor.to_local().detach()
     offset, length = row_shard(tensor.shape, mesh.get_local_rank(dim), mesh.size(dim))
     if local.numel() != length:
-        raise RuntimeError(f"FSDP has {local.numel()} coordinates of a shard, where {length} were expected")
+        raise RuntimeError(
+            f"FSDP has {local.numel()} coordinates of a shard, where {length} were expected"
+        )
     return local, offset
 
 
@@ -79,7 +85,9 @@ def in_shards(rows: Tensor, like: Tensor) -> Tensor:
     assert is_dtensor(like)
     local = rows.view(like.to_local().shape)
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 class RowShards:
@@ -95,9 +103,13 @@ class RowShards:
         assert is_dtensor(first)
         mesh = first.device_mesh
         self._group = mesh.get_group(0) if mesh.ndim == 2 else None
-        self._num_replicas, self._replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
+        self._num_replicas, self._replica = (
+            (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
+        )
         self._device = device
-        self.layout = row_layout({n: p.shape for n, p in parameters.items()}, mesh.size(-1), self._num_replicas)
+        self.layout = row_layout(
+            {n: p.shape for n, p in parameters.items()}, mesh.size(-1), self._num_replicas
+        )
         rows = {name: own_rows(p) for name, p in parameters.items()}
         self.starts = {name: start for name, (_, start) in rows.items()}
         self._sizes = {name: local.numel() for name, (local, _) in rows.items()}

@@ -38,7 +38,9 @@ class _Bucket:
     def __init__(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         ends = itertools.accumulate(shape.numel() for shape in shapes.values())
         self.shapes = shapes
-        self.starts = {name: end - shapes[name].numel() for name, end in zip(shapes, ends, strict=True)}
+        self.starts = {
+            name: end - shapes[name].numel() for name, end in zip(shapes, ends, strict=True)
+        }
         self.numel = sum(shape.numel() for shape in shapes.values())
         self.part = -(-self.numel // world_size)
         self.waiting = set(shapes)
@@ -73,7 +75,9 @@ class ShardedSums(Accumulator):
 
     def zero_(self, unit: Unit | None) -> None:
         super().zero_(unit)
-        self._kept = [torch.zeros(b.part, dtype=self.sum_dtype, device=self.device) for b in self._buckets]
+        self._kept = [
+            torch.zeros(b.part, dtype=self.sum_dtype, device=self.device) for b in self._buckets
+        ]
 
     def start(self, num_rows: int) -> None:
         super().start(num_rows)
@@ -84,7 +88,9 @@ class ShardedSums(Accumulator):
     def slot(self, name: str) -> Slot:
         bucket = self._bucket_of[name]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device)
+            bucket.sums = torch.zeros(
+                bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device
+            )
         start, shape = bucket.starts[name], bucket.shapes[name]
         return Slot(Total(bucket.sums[start : start + shape.numel()], unit=self.unit))
 
@@ -100,7 +106,9 @@ class ShardedSums(Accumulator):
     def _reduce_next(self) -> None:
         bucket, total = self._buckets[self._next], self._kept[self._next]
         if bucket.sums is None:
-            bucket.sums = torch.zeros(bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device)
+            bucket.sums = torch.zeros(
+                bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device
+            )
         part = torch.empty_like(total)
         collectives.reduce_scatter_sum(part, bucket.sums.view(self._world_size, bucket.part))
         bucket.sums = None
@@ -113,12 +121,17 @@ class ShardedSums(Accumulator):
         owned = torch.empty(layout.count(rank), dtype=self.sum_dtype, device=self.device)
         owners = [_placed(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
-            outgoing = [[here for here, _ in _shared(bucket.pieces(rank), owner)] for owner in owners]
+            outgoing = [
+                [here for here, _ in _shared(bucket.pieces(rank), owner)] for owner in owners
+            ]
             incoming = [
-                [there for _, there in _shared(bucket.pieces(r), owners[rank])] for r in range(self._world_size)
+                [there for _, there in _shared(bucket.pieces(r), owners[rank])]
+                for r in range(self._world_size)
             ]
             received = collectives.exchange(
-                torch.cat([self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]),
+                torch.cat(
+                    [self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]
+                ),
                 send_counts=[sum(s.stop - s.start for s in spans) for spans in outgoing],
                 receive_counts=[sum(s.stop - s.start for s in spans) for spans in incoming],
             )
@@ -131,7 +144,9 @@ class ShardedSums(Accumulator):
         return split(owned, layout.owned_by(rank))
 
 
-def bucket_names(shapes: Mapping[str, torch.Size], size: int = BUCKET_COORDINATES) -> list[list[str]]:
+def bucket_names(
+    shapes: Mapping[str, torch.Size], size: int = BUCKET_COORDINATES
+) -> list[list[str]]:
     """The parameters of each bucket, from the last to the first; at least one, and otherwise at most `size` coordinates."""
     buckets: list[list[str]] = [[]]
     count = 0
@@ -147,12 +162,16 @@ def bucket_names(shapes: Mapping[str, torch.Size], size: int = BUCKET_COORDINATE
 def _placed(pieces: Sequence[Piece]) -> dict[str, list[tuple[Piece, int]]]:
     """A rank's pieces by name, each with its place in the rank's buffer."""
     placed: dict[str, list[tuple[Piece, int]]] = {}
-    for piece, place in zip(pieces, itertools.accumulate((piece.length for piece in pieces), initial=0), strict=False):
+    for piece, place in zip(
+        pieces, itertools.accumulate((piece.length for piece in pieces), initial=0), strict=False
+    ):
         placed.setdefault(piece.name, []).append((piece, place))
     return placed
 
 
-def _shared(kept: Sequence[Piece], owned: Mapping[str, Sequence[tuple[Piece, int]]]) -> Iterator[tuple[slice, slice]]:
+def _shared(
+    kept: Sequence[Piece], owned: Mapping[str, Sequence[tuple[Piece, int]]]
+) -> Iterator[tuple[slice, slice]]:
     """Where the coordinates that one rank keeps and another owns lie in the buffers of the two, in the order of `kept`."""
     position = 0
     for piece in kept:

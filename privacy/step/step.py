@@ -99,14 +99,22 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     clipped.zero_()
     collectives.traffic.reset()
     releases = clipped.releases(plan.noise_multiplier)
-    noise_std = releases[0]["std"] if plan.noise_multiplier > 0 else 0.0  # without privacy C is infinite
+    noise_std = (
+        releases[0]["std"] if plan.noise_multiplier > 0 else 0.0
+    )  # without privacy C is infinite
     stats: list[MicroBatchStats] = []
     num_undecodable = 0
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
         lr = _intend(mechanism, step, releases)
-    for batch in micro_batches:  # sum of clipped gradients: no noise, no division; locally also no communication
-        is_padding_B = batch.is_padding_B.to(engine.device, non_blocking=True)  # pinned by the loader
-        stats.append(clipped.add_micro_batch(mechanism.task, to_device(batch.inputs, engine), is_padding_B))
+    for batch in (
+        micro_batches
+    ):  # sum of clipped gradients: no noise, no division; locally also no communication
+        is_padding_B = batch.is_padding_B.to(
+            engine.device, non_blocking=True
+        )  # pinned by the loader
+        stats.append(
+            clipped.add_micro_batch(mechanism.task, to_device(batch.inputs, engine), is_padding_B)
+        )
         num_undecodable += batch.num_undecodable
     clipped.require_repeated()
     laps.end("gradients")  # the wait for data is in it
@@ -118,10 +126,20 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     laps.end("reduction")
     collectives.require_sound(engine.device)  # no noise hides what is incomplete
     for number in range(len(shards)):  # by number: what a loop variable holds is not freed
-        if clipped.exponent is not None:  # whole numbers until the noise is in them; without noise there is no step
-            add_noise(shards[number].values, deviation_in_units(noise_std, clipped.exponent), mechanism.noise)
-            shards[number] = shards[number]._replace(values=real_(shards[number].values, clipped.exponent))
-        shards[number].values.div_(plan.expected_batch_size)  # the public constant, never the realised batch size
+        if (
+            clipped.exponent is not None
+        ):  # whole numbers until the noise is in them; without noise there is no step
+            add_noise(
+                shards[number].values,
+                deviation_in_units(noise_std, clipped.exponent),
+                mechanism.noise,
+            )
+            shards[number] = shards[number]._replace(
+                values=real_(shards[number].values, clipped.exponent)
+            )
+        shards[number].values.div_(
+            plan.expected_batch_size
+        )  # the public constant, never the realised batch size
     laps.end("noise")
     norm, noised = _norm(shards, noise_std / plan.expected_batch_size)
     engine.step(shards, lr=lr)  # may free them
@@ -142,7 +160,9 @@ def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> float:
     """
     lr = mechanism.learning_rate(step)
     mechanism.note_charge(step)
-    collectives.agree(ready=True)  # a rank that failed until here, or ran out of time to stop, costs no charge
+    collectives.agree(
+        ready=True
+    )  # a rank that failed until here, or ran out of time to stop, costs no charge
     mechanism.ledger.intent(step, releases=releases)
     return lr
 
@@ -156,17 +176,29 @@ def _norm(shards: Sequence[GradShard], scale: float) -> tuple[float, dict[str, A
     Args:
         scale: standard deviation of the noise in a coordinate of the gradient.
     """
-    table = torch.zeros(collectives.world_size(), 2, dtype=torch.float64)  # of each rank: coordinates, squared norm
+    table = torch.zeros(
+        collectives.world_size(), 2, dtype=torch.float64
+    )  # of each rank: coordinates, squared norm
     if shards:
         squared = torch.stack([torch.dot(shard.values, shard.values) for shard in shards]).sum()
         count = sum(shard.values.numel() for shard in shards)
         table[collectives.rank()] = torch.tensor([count, float(squared)], dtype=torch.float64)
-    owners = [(int(count), squared) for count, squared in collectives.all_reduce_sum(table).tolist() if count]
+    owners = [
+        (int(count), squared)
+        for count, squared in collectives.all_reduce_sum(table).tolist()
+        if count
+    ]
     norm = math.sqrt(math.fsum(squared for _, squared in owners))
     stated: dict[str, Any] = {"noised_norm": float(f"{norm:.9g}")}
     if len(owners) > 1 and scale > 0:
-        count, squared = min(owners, key=lambda one: (one[1] / scale**2 - one[0]) / math.sqrt(one[0]))
-        share = {"owners": len(owners), "coordinates": count, "norm": float(f"{math.sqrt(squared):.9g}")}
+        count, squared = min(
+            owners, key=lambda one: (one[1] / scale**2 - one[0]) / math.sqrt(one[0])
+        )
+        share = {
+            "owners": len(owners),
+            "coordinates": count,
+            "norm": float(f"{math.sqrt(squared):.9g}"),
+        }
         stated["smallest_share"] = share
     return norm, stated
 
@@ -181,9 +213,12 @@ def _record(
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
     mine: list[Tensor] = [
-        torch.stack([value.double() for value in column]).sum().cpu() for column in zip(*stats, strict=True)
+        torch.stack([value.double() for value in column]).sum().cpu()
+        for column in zip(*stats, strict=True)
     ]
-    totals = collectives.all_reduce_sum(torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)]))
+    totals = collectives.all_reduce_sum(
+        torch.stack([*mine, torch.tensor(float(num_undecodable), dtype=torch.float64)])
+    )
     names = (*MicroBatchStats._fields, "num_undecodable")
     return StepRecord(
         lr=Public(lr, Reason.SCHEDULE),

@@ -19,7 +19,9 @@ def trained(system: str, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     train = torch.randn(40, 1, 28, 28), torch.randint(0, 10, (40,))
     job = EVERYBODY
     if system == "ours":  # plans with so little noise are refused, so a plan's noise is left out
-        monkeypatch.setattr(SystemNoise, "rounded_normal", lambda *_: torch.zeros((), dtype=torch.int64))
+        monkeypatch.setattr(
+            SystemNoise, "rounded_normal", lambda *_: torch.zeros((), dtype=torch.int64)
+        )
         job = replace(job, noise_multiplier=1.0)
     SYSTEMS[system][1](model, train, job, Clock())
     return nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -30,5 +32,7 @@ def test_all_systems_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = trained("by_hand", monkeypatch)
     for system in ("ours", "opacus", "opacus_ghost"):
         found = trained(system, monkeypatch)
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, msg=lambda text, s=system: f"{s}: {text}")
+        torch.testing.assert_close(
+            found, expected, atol=2e-5, rtol=1e-4, msg=lambda text, s=system: f"{s}: {text}"
+        )
     assert (trained("non_private", monkeypatch) - expected).abs().max() > 1e-3, "clipping shows"

@@ -75,7 +75,9 @@ class Image:
                 self.content[step.inode] = old[: step.offset].ljust(step.offset, b"\0")
             else:
                 whole = old.ljust(step.offset, b"\0")
-                self.content[step.inode] = whole[: step.offset] + step.data + whole[step.offset + len(step.data) :]
+                self.content[step.inode] = (
+                    whole[: step.offset] + step.data + whole[step.offset + len(step.data) :]
+                )
             return
         names = self.names[step.inode]
         for name, inode in step.changes:
@@ -85,7 +87,9 @@ class Image:
                 names[name] = inode
 
     def copy(self) -> "Image":
-        return Image({inode: dict(names) for inode, names in self.names.items()}, dict(self.content))
+        return Image(
+            {inode: dict(names) for inode, names in self.names.items()}, dict(self.content)
+        )
 
     def tree(self, inode: int = 0, above: str = "") -> Tree:
         found: Tree = {}
@@ -136,7 +140,10 @@ class Recorder:
 
     def watching(self, patch: pytest.MonkeyPatch) -> None:
         """Puts itself into the file layer; nothing is really synced, since the disk is this one."""
-        real = {name: getattr(durable, name) for name in ("create_file", "write", "truncate", "make_one_directory")}
+        real = {
+            name: getattr(durable, name)
+            for name in ("create_file", "write", "truncate", "make_one_directory")
+        }
 
         def made(name: str) -> Callable[[Path, int], Any]:
             def make(path: Path, mode: int) -> Any:
@@ -167,7 +174,11 @@ class Recorder:
             self.note(Sync(self._of(path)))
 
         def renamed(source: Path, target: Path) -> None:
-            inode, before, after = self._of(source), self._of(source.parent), self._of(target.parent)
+            inode, before, after = (
+                self._of(source),
+                self._of(source.parent),
+                self._of(target.parent),
+            )
             assert before == after, "a rename between directories is not modelled"
             os.rename(source, target)
             self.note(Names(before, ((source.name, None), (target.name, inode))))
@@ -244,7 +255,9 @@ class States:
                 for outcome in chosen:
                     if outcome is not None:
                         image.apply(outcome)
-                self.trees[frozenset(image.tree().items())] = list(happened)  # later points know of more
+                self.trees[frozenset(image.tree().items())] = list(
+                    happened
+                )  # later points know of more
 
 
 def _outcomes(step: Write | Names) -> Iterator[Write | Names | None]:

@@ -20,7 +20,9 @@ DRAWS: list[Note] = []
 """Where the program that is recorded says that it draws."""
 
 
-def recorded(root: Path, number: int, kill_after: int | None = None, log: Recorder | None = None) -> Recorder:
+def recorded(
+    root: Path, number: int, kill_after: int | None = None, log: Recorder | None = None
+) -> Recorder:
     """The record of one start, or of another one that goes on from the page cache of the one before."""
     recorder = log or Recorder(root)
     recorder.kill_after = kill_after
@@ -99,7 +101,9 @@ def explore(
     return found
 
 
-def explore_kills(root: Path, *, share: float = 1.0, seed: int = 0, part: tuple[int, int] = (0, 1)) -> Found:
+def explore_kills(
+    root: Path, *, share: float = 1.0, seed: int = 0, part: tuple[int, int] = (0, 1)
+) -> Found:
     """The program is killed at every point, the next start goes on from the page cache, and then the power is cut anywhere.
 
     Args:
@@ -135,7 +139,9 @@ PARTS = {
 run folder that is started next to the original is the three first, brought back together."""
 
 
-def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: int = 9999) -> Found:
+def explore_rollbacks(
+    root: Path, *, share: float = 1.0, seed: int = 0, enough: int = 9999
+) -> Found:
     """After a crash and a resume that ended at several places, any parts are those of any earlier moment.
 
     Accepted are only disks that charge all noise, but for two cases. Nobody can find that ledger, private/ and mirror come from
@@ -170,12 +176,18 @@ def explore_rollbacks(root: Path, *, share: float = 1.0, seed: int = 0, enough: 
                 wrong = problem(root, happened, found.remembered)
                 if wrong is None or wrong.startswith(REFUSED):
                     continue
-                if f"{RUN}/ledger.jsonl" not in tree and {"ledger", "private", "mirror"} <= set(parts):
+                if f"{RUN}/ledger.jsonl" not in tree and {"ledger", "private", "mirror"} <= set(
+                    parts
+                ):
                     reserved = (root / OWNER).read_bytes().count(b'"type":"reserve"')
                     if reserved < 1 + (tree[OWNER] or b"").count(b'"type":"reserve"'):
-                        found.problems.append(f"{' and '.join(parts)} brought back: another run has reserved nothing")
+                        found.problems.append(
+                            f"{' and '.join(parts)} brought back: another run has reserved nothing"
+                        )
                     continue
-                noted = [line for line in (tree[OWNER] or b"").splitlines() if b'"position":' in line]
+                noted = [
+                    line for line in (tree[OWNER] or b"").splitlines() if b'"position":' in line
+                ]
                 lines = (tree.get(f"{RUN}/ledger.jsonl") or b"").count(b"\n")
                 behind = not noted or json.loads(noted[-1])["position"] < lines
                 if not ({"ledger", "private", "mirror"} <= set(parts) and behind):

@@ -40,10 +40,15 @@ from privacy.step.folder import RunFolder
 STEPS = 3
 PLAN = make_plan(
     PlanRequest(
-        num_examples=2000, expected_batch_size=100, num_steps=STEPS, noise_multiplier=4.0, target_delta=1e-5,
-        reserved_attempts=9, sensitivity_slack=1e-4,
+        num_examples=2000,
+        expected_batch_size=100,
+        num_steps=STEPS,
+        noise_multiplier=4.0,
+        target_delta=1e-5,
+        reserved_attempts=9,
+        sensitivity_slack=1e-4,
     )
-)  # fmt: skip
+)
 RUN, MIRROR, OWNER = "runs/one", "elsewhere/mirror.jsonl", "owner/shared.jsonl"
 WEIGHTS = {"weight": torch.Size([2])}
 Note = Callable[[Any], None]
@@ -68,7 +73,9 @@ def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(secrets, "token_bytes", token)
         patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
         patch.setattr("privacy.run.ledger.environment", dict)
-        patch.setattr(privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1)
+        patch.setattr(
+            privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1
+        )
         patch.setattr(privacy.checkpoints.write, "save_file", save_file)
         yield patch
 
@@ -87,9 +94,16 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
     folder = RunFolder(root / RUN)
     folder.enter()
     ledger, key = open_run_state(
-        folder.ledger, folder.key, PLAN, data_manifest=b"data", mirror=root / MIRROR, members=folder.members,
-        shared=SharedTerms(root / OWNER, "one"), has_checkpoint=has_checkpoints(folder.checkpoints), mended=False,
-    )  # fmt: skip
+        folder.ledger,
+        folder.key,
+        PLAN,
+        data_manifest=b"data",
+        mirror=root / MIRROR,
+        members=folder.members,
+        shared=SharedTerms(root / OWNER, "one"),
+        has_checkpoint=has_checkpoints(folder.checkpoints),
+        mended=False,
+    )
     with ledger:
         run = RunLedger(ledger, key, PLAN, members=folder.members)
         resumed = load_newest(folder, run, None)
@@ -102,7 +116,9 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
         yield run, resumed
 
 
-def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], None] = lambda run: None) -> None:
+def start(
+    root: Path, number: int, note: Note, opening: Callable[[RunLedger], None] = lambda run: None
+) -> None:
     """One start of the program, to the end of the run.
 
     Args:
@@ -116,12 +132,16 @@ def start(root: Path, number: int, note: Note, opening: Callable[[RunLedger], No
         nonce = run.start_session()
         if resumed is not None:
             run.adopt(resumed)
-        writer = CheckpointWriter(RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint)
+        writer = CheckpointWriter(
+            RunFolder(root / RUN).checkpoints, Retention(1), published=run.checkpoint
+        )
         first = 1 if resumed is None else resumed.step + 1
         for step in range(first, STEPS + 1):
             plan = StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
             run.note(plan, micro_batch_size=40)
-            run.intent(step, releases=step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None))
+            run.intent(
+                step, releases=step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None)
+            )
             note((nonce.hex(), step, run.attempts.get(step, 0)))
             run.done(step)
             if step != 2:

@@ -89,9 +89,15 @@ def rounds_in_one_folder(root: Path, count: int, seed: int) -> tuple[Counter[str
             for process in processes:
                 os.kill(process.pid, signal.SIGKILL)
         ended(processes)
-        events = [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
+        events = (
+            [json.loads(line) for line in said.read_text().splitlines()] if said.exists() else []
+        )
         seen.update(kind for kind, _ in events)
-        happened = [tuple(what) if isinstance(what, list) else what for kind, what in events if kind == "happened"]
+        happened = [
+            tuple(what) if isinstance(what, list) else what
+            for kind, what in events
+            if kind == "happened"
+        ]
         problems += [f"round {number}: {what}" for kind, what in events if kind == "defect"]
         wrong = program.problem(place, happened, program.Remembered())
         problems += [f"round {number}: {wrong}"] if wrong is not None else []
@@ -99,7 +105,9 @@ def rounds_in_one_folder(root: Path, count: int, seed: int) -> tuple[Counter[str
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(300, marks=pytest.mark.full)])
-def test_programs_that_start_in_one_folder_at_once_charge_all_that_they_draw(tmp_path: Path, count: int) -> None:
+def test_programs_that_start_in_one_folder_at_once_charge_all_that_they_draw(
+    tmp_path: Path, count: int
+) -> None:
     seen, problems = rounds_in_one_folder(tmp_path, count, seed=count)
     print(seen)
     assert not problems, problems[:3]
@@ -107,7 +115,9 @@ def test_programs_that_start_in_one_folder_at_once_charge_all_that_they_draw(tmp
 
 
 @pytest.mark.full
-def test_without_the_lock_of_the_folder_they_would_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_lock_of_the_folder_they_would_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The attack finds something where there is something."""
     monkeypatch.setattr(RunFolder, "lock", lambda self: None)
     _, problems = rounds_in_one_folder(tmp_path, 40, seed=1)
@@ -116,9 +126,14 @@ def test_without_the_lock_of_the_folder_they_would_not(tmp_path: Path, monkeypat
 
 PLAN = make_plan(
     PlanRequest(
-        num_examples=3000, expected_batch_size=60, num_steps=60, noise_multiplier=1.0, target_delta=1e-5, cap=None
+        num_examples=3000,
+        expected_batch_size=60,
+        num_steps=60,
+        noise_multiplier=1.0,
+        target_delta=1e-5,
+        cap=None,
     )
-)  # fmt: skip
+)
 
 
 def join(shared: Path, folder: Path, fixed: bool) -> None:
@@ -135,13 +150,17 @@ def join(shared: Path, folder: Path, fixed: bool) -> None:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(60, marks=pytest.mark.full)])
-def test_runs_that_join_one_shared_ledger_at_once_never_reserve_more_than_there_is(tmp_path: Path, count: int) -> None:
+def test_runs_that_join_one_shared_ledger_at_once_never_reserve_more_than_there_is(
+    tmp_path: Path, count: int
+) -> None:
     group = PLAN.release_group(2 * PLAN.max_intents)
     total = 1.001 * epsilon([group], 1e-5)  # two fit, if they were fixed in advance
     for number in range(count):
         root = tmp_path / str(number)
         root.mkdir()
-        owner = SharedLedger.create(root / "owner.jsonl", epsilon=total, delta=1e-5, mirror=root / "mirror.jsonl")
+        owner = SharedLedger.create(
+            root / "owner.jsonl", epsilon=total, delta=1e-5, mirror=root / "mirror.jsonl"
+        )
         runs = [root / f"run{n}" for n in range(4)]
         ended(at_once(join, *((owner.path, run, number % 2 == 0) for run in runs)))
         state = owner.read()
@@ -150,5 +169,7 @@ def test_runs_that_join_one_shared_ledger_at_once_never_reserve_more_than_there_
         assert state.epsilon() <= total and len(inside) == len(state.reservations) in (1, 2)
         assert len(refused) == 4 - len(inside) and not {*inside} & {*refused}
         assert owner.path.read_bytes() == (root / "mirror.jsonl").read_bytes()
-        commitments = {Ledger.open(run / "ledger.jsonl", None).state.opened["key_commitment"] for run in inside}
+        commitments = {
+            Ledger.open(run / "ledger.jsonl", None).state.opened["key_commitment"] for run in inside
+        }
         assert commitments == state.reservations.keys() == state.starts.keys()

@@ -48,8 +48,13 @@ def test_contract_9_no_state_is_refused_or_forgets_a_charge(root: Path, after: s
 def test_contract_9_nor_one_after_a_kill_while_the_run_is_made(root: Path) -> None:
     """The next start goes on from names that are in the page cache alone, and the power is cut before it has come far."""
     found = Found()
-    names = [{name for name, _ in step.changes} if isinstance(step, Names) else set() for step in first_start(root).log]
-    for point in range(1, 2 + next(place for place, changed in enumerate(names) if "sampling.key" in changed)):
+    names = [
+        {name for name, _ in step.changes} if isinstance(step, Names) else set()
+        for step in first_start(root).log
+    ]
+    for point in range(
+        1, 2 + next(place for place, changed in enumerate(names) if "sampling.key" in changed)
+    ):
         put(root, {})
         prepare(root)
         recorder, states = recorded(root, 1, kill_after=point), States()
@@ -65,7 +70,9 @@ def test_contract_9_nor_one_after_a_kill_while_the_run_is_made(root: Path) -> No
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("search", [explore, explore_rollbacks])
-def test_contract_9_every_state_after_a_crash_and_every_rollback(root: Path, search: Callable[..., Found]) -> None:
+def test_contract_9_every_state_after_a_crash_and_every_rollback(
+    root: Path, search: Callable[..., Found]
+) -> None:
     found = search(root)
     print(found)
     assert not found.problems and not found.cut, found.problems[:3]
@@ -76,7 +83,11 @@ def test_contract_9_every_state_after_a_crash_and_every_rollback(root: Path, sea
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("kind", ["crash", "kill"])
 def test_contract_9_every_state_after_two_crashes(root: Path, kind: str, part: int) -> None:
-    found = explore(root, depth=2, part=(part, 4)) if kind == "crash" else explore_kills(root, part=(part, 4))
+    found = (
+        explore(root, depth=2, part=(part, 4))
+        if kind == "crash"
+        else explore_kills(root, part=(part, 4))
+    )
     print(found)
     assert not found.problems, found.problems[:3]
     # The page cache of two programs may hold too many changes for all their subsets.
@@ -167,14 +178,19 @@ def attempt_recorded_after_the_intent(patch: pytest.MonkeyPatch) -> None:
         (mirror_first, "mirror"),
         (intent_after_the_draw, "forgotten"),
         (intent_without_fsync, "refused|forgotten"),
-        (lambda patch: patch.setattr(durable, "fsync_directory", lambda path: None), "refused|forgotten"),
+        (
+            lambda patch: patch.setattr(durable, "fsync_directory", lambda path: None),
+            "refused|forgotten",
+        ),
         (folder_above_not_synced, "refused|forgotten"),
         pytest.param(rename_without_fsync_of_the_file, "refused", marks=pytest.mark.full),
         (checkpoint_recorded_before_it_is_there, "refused"),
         (attempt_recorded_after_the_intent, "no record of their attempt"),
     ],
 )
-def test_a_planted_mistake_is_found(root: Path, mistake: Callable[[pytest.MonkeyPatch], None], words: str) -> None:
+def test_a_planted_mistake_is_found(
+    root: Path, mistake: Callable[[pytest.MonkeyPatch], None], words: str
+) -> None:
     PLANTED.append(mistake)
     try:
         found = explore(root, share=0.35, enough=5)

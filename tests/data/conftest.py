@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 Content = list[tuple[str, bytes]]
 
 
-def picture(seed: int, *, width: int = 40, height: int = 30, fmt: str = "JPEG", mode: str = "RGB") -> bytes:
+def picture(
+    seed: int, *, width: int = 40, height: int = 30, fmt: str = "JPEG", mode: str = "RGB"
+) -> bytes:
     """An encoded picture of smooth random colours."""
     rng = np.random.default_rng(seed)
     small = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
@@ -63,9 +65,13 @@ def archive(content: Content, fmt: int = tarfile.GNU_FORMAT) -> bytes:
 
 def bomb(width: int, height: int) -> bytes:
     """A small PNG that claims many pixels."""
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(100)))]
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(bytes(100))),
+    ]
     parts = [
-        struct.pack(">I", len(b)) + t + b + struct.pack(">I", zlib.crc32(t + b)) for t, b in [*chunks, (b"IEND", b"")]
+        struct.pack(">I", len(b)) + t + b + struct.pack(">I", zlib.crc32(t + b))
+        for t, b in [*chunks, (b"IEND", b"")]
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
@@ -78,7 +84,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for shard, count in enumerate(counts):
         samples: list[dict[str, object]] = []
         for _ in range(count):
-            sample: dict[str, object] = {"__key__": f"folder/ex{ordinal:04d}", "txt": f"a picture {ordinal}".encode()}
+            sample: dict[str, object] = {
+                "__key__": f"folder/ex{ordinal:04d}",
+                "txt": f"a picture {ordinal}".encode(),
+            }
             sample["jpg"] = picture(ordinal) if ordinal != 5 else b"\xff\xd8 garbage"
             if ordinal == 8:
                 del sample["txt"]

@@ -60,7 +60,9 @@ def shard_of(path: Path, names: list[str]) -> Path:
     content = []
     for number, name in enumerate(names):
         is_picture = name.rpartition(".")[2].lower() in ("jpg", "jpe", "jfif", "png")
-        content.append((name, picture(number) if is_picture else b'{"caption": "%s"}' % name.encode()))
+        content.append(
+            (name, picture(number) if is_picture else b'{"caption": "%s"}' % name.encode())
+        )
     path.write_bytes(archive(content))
     return path
 
@@ -81,7 +83,9 @@ def indexed(path: Path) -> list[Fields] | str:
     with tarfile.open(path) as tar:
         for member in tar:
             is_in = ((offsets <= member.offset) & (member.offset < offsets + lengths)).any()
-            assert is_in or not member.isreg() or "." not in member.name.rpartition("/")[2].lstrip(".")
+            assert (
+                is_in or not member.isreg() or "." not in member.name.rpartition("/")[2].lstrip(".")
+            )
     return [raw.fields for raw in TarReader(table).read_all(range(len(table)))]
 
 
@@ -116,7 +120,9 @@ def test_nothing_is_lost_without_a_word(seed: int, tmp_path: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(good)) as tar:
         headers = [at for m in tar for at in range(m.offset, m.offset_data, BLOCK)]
         # Zeros from a member on that ends in the last record look like its padding; docs/data.md says so.
-        telling = max(m.offset_data for m in tar if m.offset_data + m.size < len(good) - RECORD - 3 * BLOCK)
+        telling = max(
+            m.offset_data for m in tar if m.offset_data + m.size < len(good) - RECORD - 3 * BLOCK
+        )
 
     def check(damaged: bytes, *, may_pass: bool) -> bool:
         path.write_bytes(damaged)
@@ -128,9 +134,18 @@ def test_nothing_is_lost_without_a_word(seed: int, tmp_path: Path) -> None:
     for header in headers:  # of members, long names and pax records alike
         check(good[:header] + bytes(BLOCK) + good[header + BLOCK :], may_pass=False)
         check(good[:header] + bytes(2 * BLOCK) + good[header:], may_pass=False)
-    for cut in [*rng.integers(1, end, 25).tolist(), end, end - BLOCK, end + 1, end + BLOCK, end + 2 * BLOCK]:
+    for cut in [
+        *rng.integers(1, end, 25).tolist(),
+        end,
+        end - BLOCK,
+        end + 1,
+        end + BLOCK,
+        end + 2 * BLOCK,
+    ]:
         check(good[:cut], may_pass=cut >= end + BLOCK)
-    assert check(good[: end + BLOCK], may_pass=True) and check(good[: end + 2 * BLOCK], may_pass=True)
+    assert check(good[: end + BLOCK], may_pass=True) and check(
+        good[: end + 2 * BLOCK], may_pass=True
+    )
     for first in rng.integers(0, telling, 25).tolist():
         check(good[:first] + bytes(len(good) - first), may_pass=False)
     check(good + good, may_pass=False)
@@ -156,7 +171,11 @@ def test_a_preallocated_download_is_refused_wherever_it_stopped(tmp_path: Path) 
 
 def test_copies_of_a_whole_pair_stay_examples(tmp_path: Path) -> None:
     """A copy is counted and protected like any other example; only parts are refused. Neighbours of one key are one example."""
-    content, other, path = members(2, np.random.default_rng(0))[:2], [("d/x.jpg", b"x")], tmp_path / "s.tar"
+    content, other, path = (
+        members(2, np.random.default_rng(0))[:2],
+        [("d/x.jpg", b"x")],
+        tmp_path / "s.tar",
+    )
     path.write_bytes(archive([*content, *other, *content[::-1]]))
     assert len(outcome(path)) == 3
     assert build_index([path], tmp_path / "index").entries[0].repeated_keys == 1
@@ -176,7 +195,9 @@ def test_names_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
     accepted = refused = 0
     for _ in range(100):
         names = {"".join(rng.choice(pieces, rng.integers(1, 9))) for _ in range(6)}
-        chosen = sorted(n for n in names if n.rstrip("/") == n and not re.search(r"(^|/)\.", n) and n.strip("/"))
+        chosen = sorted(
+            n for n in names if n.rstrip("/") == n and not re.search(r"(^|/)\.", n) and n.strip("/")
+        )
         path.write_bytes(archive([(name, b"x") for name in [*chosen, "z.txt"]]))
         try:
             expected = by_webdataset(path)
@@ -188,7 +209,9 @@ def test_names_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
         except DataError:
             refused += 1  # sorting by name alone does not bring the keys a and a/b together
             continue
-        assert [raw.fields for raw in TarReader(table).read_all(range(len(table)))] == expected, chosen
+        assert [raw.fields for raw in TarReader(table).read_all(range(len(table)))] == expected, (
+            chosen
+        )
         accepted += len(expected)
     assert accepted > 100 and refused < 10
 
@@ -196,9 +219,12 @@ def test_names_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
 ARCHIVES = [
     *[f"tar --format={fmt}" for fmt in ("v7", "oldgnu", "gnu", "ustar", "posix")],
     "tar --sparse --hole-detection=raw --format=gnu",
-    *[f"tar --sparse --hole-detection=raw --format=posix --sparse-version={version}" for version in ("0.0", "0.1", "1.0")],
+    *[
+        f"tar --sparse --hole-detection=raw --format=posix --sparse-version={version}"
+        for version in ("0.0", "0.1", "1.0")
+    ],
     *[f"bsdtar --format={fmt}" for fmt in ("v7", "ustar", "gnutar", "pax", "rpax")],
-]  # fmt: skip
+]
 ORDERS = ("sorted", "pictures first", "shuffled", "a folder", "long names", "hard links", "holes")
 
 
@@ -224,7 +250,9 @@ def test_archives_of_every_format_and_order(order: str, tmp_path: Path) -> None:
         names = [names[i] for i in rng.permutation(len(names))]
     elif order == "a folder":
         names = ["."]
-    elif order == "hard links":  # the same file under a second key: tar writes a link for the second
+    elif (
+        order == "hard links"
+    ):  # the same file under a second key: tar writes a link for the second
         for name in list(names):
             os.link(tmp_path / "files" / name, tmp_path / "files" / name.replace("d/", "d/x"))
             names.append(name.replace("d/", "d/x"))
@@ -234,7 +262,8 @@ def test_archives_of_every_format_and_order(order: str, tmp_path: Path) -> None:
         if shutil.which(tool) is None:
             continue
         made = subprocess.run(
-            [tool, "-C", str(tmp_path / "files"), *options, "-cf", str(path), *names], capture_output=True
+            [tool, "-C", str(tmp_path / "files"), *options, "-cf", str(path), *names],
+            capture_output=True,
         )
         if made.stderr:  # v7 and ustar have no names this long
             assert order == "long names" and b"long" in made.stderr, (archive_of, made.stderr)
@@ -242,11 +271,16 @@ def test_archives_of_every_format_and_order(order: str, tmp_path: Path) -> None:
         found = outcome(path)
         seen.add(type(found))
         if order not in ("hard links", "holes") and isinstance(found, list):
-            one, two = (sorted(sorted(fields.items()) for fields in some) for some in (found, by_key(content)))
+            one, two = (
+                sorted(sorted(fields.items()) for fields in some)
+                for some in (found, by_key(content))
+            )
             assert one == two
         if order in ("pictures first", "shuffled"):
             assert isinstance(found, str) and "two places" in found and "tar --sort=name" in found
-        elif order == "holes" and ("--sparse" in archive_of or isinstance(found, str)):  # bsdtar finds holes unasked
+        elif order == "holes" and (
+            "--sparse" in archive_of or isinstance(found, str)
+        ):  # bsdtar finds holes unasked
             assert isinstance(found, str) and "sparse" in found
         elif order != "a folder":  # which is read in the order of the file system
             assert isinstance(found, list), archive_of
@@ -262,7 +296,10 @@ def with_global_path() -> bytes:
 
 BAD = {
     "text": (b"no tar at all " * 100, "no tar archive"),
-    "compressed": (gzip.compress(archive([("a.jpg", b"x")])) + bytes(1024), "no tar archive .or a compressed one."),
+    "compressed": (
+        gzip.compress(archive([("a.jpg", b"x")])) + bytes(1024),
+        "no tar archive .or a compressed one.",
+    ),
     "short": (b"x", "cut off"),
     "header": (b"\xff" + archive([("a.jpg", b"x")])[1:], "checksum"),
     "global path": (with_global_path(), "global"),
@@ -291,8 +328,12 @@ DOTTED = {
     "dates": pairs(*(f"2024.01.{day:02d}" for day in range(6))),
     "long names": pairs(*(f"{'x' * 150}.é{number}" for number in range(3))),
     "fields": pairs("v1.1", "v1.2", text="json"),
-    "captions of .jpg": [f"v1.{number}.{extension}" for number in range(3) for extension in ("jpg", "jpg.txt")],
-    "pictures first": [f"v1.{n}.jpg" for n in range(3)] + ["w.jpg", "w.txt"] + [f"v1.{n}.txt" for n in range(3)],
+    "captions of .jpg": [
+        f"v1.{number}.{extension}" for number in range(3) for extension in ("jpg", "jpg.txt")
+    ],
+    "pictures first": [f"v1.{n}.jpg" for n in range(3)]
+    + ["w.jpg", "w.txt"]
+    + [f"v1.{n}.txt" for n in range(3)],
 }
 
 
@@ -300,13 +341,22 @@ DOTTED = {
 def test_names_with_dots_join_no_pairs(what: str, tmp_path: Path) -> None:
     """Refused with the way out, which the dates take."""
     shard = shard_of(tmp_path / "s.tar", DOTTED[what])
-    with pytest.raises(DataError, match=r"joins \d pairs .*unpack it into a folder and import that") as caught:
+    with pytest.raises(
+        DataError, match=r"joins \d pairs .*unpack it into a folder and import that"
+    ) as caught:
         build_index([shard], tmp_path / "index")
     assert "\n" not in str(caught.value)
     if what == "dates":
         with tarfile.open(shard) as tar:
             tar.extractall(tmp_path / "files", filter="data")
-        arguments = ["import", "--from", "folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+        arguments = [
+            "import",
+            "--from",
+            "folder",
+            str(tmp_path / "files"),
+            "--output",
+            str(tmp_path / "out"),
+        ]
         assert main([*arguments, "--workers", "1", "--keep_near_duplicates"]) == 0
         assert len(build_index([tmp_path / "out" / "train-00000.tar"], tmp_path / "index")) == 6
 
@@ -320,13 +370,25 @@ def test_a_header_that_tar_reads_and_this_does_not_is_said_with_its_way_out(tmp_
             info.size, info.pax_headers = len(body), {"comment": "x" * 3_000_000}
             tar.addfile(info, io.BytesIO(body))
     path.write_bytes(buffer.getvalue())
-    with pytest.raises(DataError, match=r"is not read: an extended header .* 3,000,\d+ bytes.*--format=gnu") as caught:
+    with pytest.raises(
+        DataError, match=r"is not read: an extended header .* 3,000,\d+ bytes.*--format=gnu"
+    ) as caught:
         build_index([path], tmp_path / "index")
     assert "fetch it again" not in str(caught.value) and "\n" not in str(caught.value)
     (tmp_path / "files").mkdir()
     subprocess.run(["tar", "-C", str(tmp_path / "files"), "-xf", str(path)], check=True)
     subprocess.run(
-        ["tar", "-C", str(tmp_path / "files"), "--format=gnu", "--sort=name", "-cf", str(path), "."], check=True
+        [
+            "tar",
+            "-C",
+            str(tmp_path / "files"),
+            "--format=gnu",
+            "--sort=name",
+            "-cf",
+            str(path),
+            ".",
+        ],
+        check=True,
     )
     assert len(build_index([path], tmp_path / "index")) == 2
 
@@ -344,7 +406,11 @@ def seeds() -> list[bytes]:
         content = []
         for number, image in enumerate(("JPEG", "PNG", "WEBP", "JPEG")):
             key = f"folder/{number}" if fmt == tarfile.USTAR_FORMAT else f"{'long' * 40}/{number}-é"
-            caption = {"txt": b"a caption"} if number % 2 else {"json": b'{"caption": "in json", "x": [1, 2]}'}
+            caption = (
+                {"txt": b"a caption"}
+                if number % 2
+                else {"json": b'{"caption": "in json", "x": [1, 2]}'}
+            )
             parts = {image.lower(): picture(number, fmt=image), **caption}
             content += [(f"{key}.{extension}", body) for extension, body in parts.items()]
         made.append(archive(content, fmt))
@@ -356,7 +422,11 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.integers(1, 4)):
         start = BLOCK * int(rng.integers(0, max(1, len(changed) // BLOCK)))
-        headers = [at for at in range(0, len(changed) - 511, BLOCK) if changed[at + 257 : at + 262] == b"ustar"]
+        headers = [
+            at
+            for at in range(0, len(changed) - 511, BLOCK)
+            if changed[at + 257 : at + 262] == b"ustar"
+        ]
         match rng.integers(6):
             case 0:
                 for position in rng.integers(0, len(changed), rng.integers(1, 20)):
@@ -369,9 +439,17 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
                 del changed[start : start + BLOCK * rng.integers(1, 4)]
             case _ if headers:
                 at = int(rng.choice(headers))
-                field, length = [(0, 100), (124, 12), (156, 1), (345, 155), (100, 8)][rng.integers(5)]
+                field, length = [(0, 100), (124, 12), (156, 1), (345, 155), (100, 8)][
+                    rng.integers(5)
+                ]
                 kinds = b"LKxgSV015"[rng.integers(9) :]
-                choices = [rng.bytes(length), b"7" * length, b"\x80" + rng.bytes(length), b"\xff" * length, kinds]
+                choices = [
+                    rng.bytes(length),
+                    b"7" * length,
+                    b"\x80" + rng.bytes(length),
+                    b"\xff" * length,
+                    kinds,
+                ]
                 value = choices[rng.integers(len(choices))][:length]
                 changed[at + field : at + field + len(value)] = value
                 changed[at + 148 : at + 156] = b" " * 8
@@ -397,8 +475,12 @@ def test_mutated_shards(count: int, tmp_path: Path) -> None:
             refused += "\n" not in str(error)
             continue
         ids = np.arange(len(table))
-        batch = stack_examples(zip(TarReader(table).read_all(ids), ids, strict=True), make, len(table))
-        assert all(np.isfinite(value.float().numpy()).all() for value in batch.inputs.values()), number
+        batch = stack_examples(
+            zip(TarReader(table).read_all(ids), ids, strict=True), make, len(table)
+        )
+        assert all(np.isfinite(value.float().numpy()).all() for value in batch.inputs.values()), (
+            number
+        )
         indexed_shards += 1
         undecodable += batch.num_undecodable
     peak = tracemalloc.get_traced_memory()[1]
@@ -408,18 +490,27 @@ def test_mutated_shards(count: int, tmp_path: Path) -> None:
 
 
 REMARKS: dict[str, tuple[list[list[str]], str]] = {
-    "two pictures": ([["0.a.jpg", "0.b.jpg", "0.txt", "1.jpg", "1.txt"]], r"1 of 2 examples hold more than one picture"),
+    "two pictures": (
+        [["0.a.jpg", "0.b.jpg", "0.txt", "1.jpg", "1.txt"]],
+        r"1 of 2 examples hold more than one picture",
+    ),
     "folders": (
         [[f"images/{n}.jpg" for n in range(4)] + [f"captions/{n}.txt" for n in range(4)]],
         r"^4 of 8 examples have a picture without caption or label, 4 have no picture, in 1 of 1 shards.*same path and name",
     ),
-    "./": ([pairs("a"), ["./b.jpg", "b.txt"]], r"^1 of 3 .* 1 have no picture, in 1 of 2 shards, first in 1\.tar"),
-    "pax headers": ([["PaxHeaders.7/a.jpg", "b/PaxHeaders/a.txt", *pairs("a")]], r"; 2 members belong to no example"),
+    "./": (
+        [pairs("a"), ["./b.jpg", "b.txt"]],
+        r"^1 of 3 .* 1 have no picture, in 1 of 2 shards, first in 1\.tar",
+    ),
+    "pax headers": (
+        [["PaxHeaders.7/a.jpg", "b/PaxHeaders/a.txt", *pairs("a")]],
+        r"; 2 members belong to no example",
+    ),
     "shards": (
         [["a.jpg", *pairs("b")], ["a.txt"]],
         r"^1 of 3 .* 1 have no picture, in 2 of 2 shards.*halves of a pair are two examples.*one folder.*--sort=name",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REMARKS)
@@ -447,7 +538,13 @@ def test_links_and_names_never_become_paths(tmp_path: Path) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(body)
             tar.addfile(info, io.BytesIO(body))
-        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE):
+        for kind in (
+            tarfile.SYMTYPE,
+            tarfile.LNKTYPE,
+            tarfile.CHRTYPE,
+            tarfile.FIFOTYPE,
+            tarfile.DIRTYPE,
+        ):
             info = tarfile.TarInfo("sub/x.png")  # of the last example's key
             info.type, info.linkname = kind, "/etc/passwd"
             tar.addfile(info)

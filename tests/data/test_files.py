@@ -8,7 +8,9 @@ from data.errors import DataError
 from data.files import private_file, write_durably
 
 
-def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "LATEST"
     write_durably(path, "old")
 
@@ -38,5 +40,8 @@ def test_a_private_file_is_its_owner_s_alone_and_whole(tmp_path: Path) -> None:
     with pytest.raises(TypeError), private_file(path) as file:
         file.writelines([b"half", "no bytes"])  # type: ignore[list-item]
     assert path.read_bytes() == b"counts" and os.listdir(tmp_path) == ["report.json"]
-    with pytest.raises(DataError, match="cannot write"), private_file(tmp_path / "missing" / "report.json"):
+    with (
+        pytest.raises(DataError, match="cannot write"),
+        private_file(tmp_path / "missing" / "report.json"),
+    ):
         pass

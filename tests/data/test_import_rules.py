@@ -96,7 +96,9 @@ def test_perceptual_hash_knows_copies_from_others() -> None:
     originals = [Image.open(io.BytesIO(body)).convert("RGB") for body in bodies[:120]]
     hashes = np.array([perceptual_hash(image) for image in originals], dtype=np.uint64)
     for how in range(3):
-        copies = np.array([perceptual_hash(altered(image, how)) for image in originals], dtype=np.uint64)
+        copies = np.array(
+            [perceptual_hash(altered(image, how)) for image in originals], dtype=np.uint64
+        )
         assert np.mean(np.bitwise_count(hashes ^ copies) <= 4) > 0.7
     distances = np.bitwise_count(hashes[:, None] ^ hashes[None])[np.triu_indices(len(hashes), 1)]
     assert np.mean(distances <= 4) < 3e-4
@@ -127,12 +129,21 @@ def test_near_duplicates_are_those_of_all_pairs(distance: int, seed: int, count:
 
 def rows_of(owners: list[str], seed: int = 0) -> np.ndarray:
     """Examples of different content, whose pictures have no features."""
-    content = [hashlib.sha256(f"{seed} {number}".encode()).digest()[:16] for number in range(len(owners))]
-    rows = [(one, 0, False, owner_digest(owner), one) for one, owner in zip(content, owners, strict=True)]
+    content = [
+        hashlib.sha256(f"{seed} {number}".encode()).digest()[:16] for number in range(len(owners))
+    ]
+    rows = [
+        (one, 0, False, owner_digest(owner), one)
+        for one, owner in zip(content, owners, strict=True)
+    ]
     return np.array(rows, dtype=ROW)
 
 
-@given(st.lists(st.sampled_from("abcde"), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
+@given(
+    st.lists(st.sampled_from("abcde"), min_size=1, max_size=60),
+    st.integers(1, 5),
+    st.integers(0, 9),
+)
 def test_owner_limit_keeps_exactly_k_by_content(owners: list[str], limit: int, seed: int) -> None:
     rows = rows_of(owners)
     over = over_limit(rows, limit, seed)
@@ -150,5 +161,8 @@ def test_share_is_what_was_asked_for_whatever_the_groups_are() -> None:
     rows = rows_of([f"{number // 10}" if number < count // 2 else "" for number in range(count)])
     for share in (0.01, 0.1, 0.5):
         chosen = held_out(rows, share, seed=1)
-        for half, groups in ((chosen[: count // 2], count // 20), (chosen[count // 2 :], count // 2)):
+        for half, groups in (
+            (chosen[: count // 2], count // 20),
+            (chosen[count // 2 :], count // 2),
+        ):
             assert abs(half.mean() - share) < 5 * (share * (1 - share) / groups) ** 0.5

@@ -37,7 +37,10 @@ def make_shards(folder: Path, count: int, *, first: int = 0) -> list[Path]:
     return [
         write_shard(
             folder / f"train-{number:03d}.tar",
-            [{"__key__": f"{number}-{i}", "jpg": picture(i), "txt": b"x" * (i * 20)} for i in range(number % 5 + 1)],
+            [
+                {"__key__": f"{number}-{i}", "jpg": picture(i), "txt": b"x" * (i * 20)}
+                for i in range(number % 5 + 1)
+            ],
         )
         for number in range(first, first + count)
     ]
@@ -60,17 +63,23 @@ def test_ids_count_over_sorted_shards_and_checksums_are_those_of_the_extents(
             table.extents(bad)
 
 
-def test_random_access_equals_webdataset_in_sequence(table: ExampleTable, shards: list[Path]) -> None:
+def test_random_access_equals_webdataset_in_sequence(
+    table: ExampleTable, shards: list[Path]
+) -> None:
     reader = TarReader(table)
     expected = list(webdataset.WebDataset([str(path) for path in shards], shardshuffle=False))
     for example_id in np.random.default_rng(0).permutation(len(table)):
         raw, sample = reader.read(int(example_id)), expected[example_id]
-        assert raw.fields == {name: value for name, value in sample.items() if not name.startswith("__")}
+        assert raw.fields == {
+            name: value for name, value in sample.items() if not name.startswith("__")
+        }
         assert raw.image == sample.get("jpg")
         assert raw.caption == (sample["txt"].decode() if "txt" in sample else None)
 
 
-def test_files_are_private_and_hold_few_bytes_and_no_name_of_an_example(shards: list[Path], tmp_path: Path) -> None:
+def test_files_are_private_and_hold_few_bytes_and_no_name_of_an_example(
+    shards: list[Path], tmp_path: Path
+) -> None:
     """Whatever the order of the shards; the digest follows their bytes."""
     one, two = build_index(shards, tmp_path / "one"), build_index(shards[::-1], tmp_path / "two")
     assert one.manifest_digest() == two.manifest_digest() and len(one.manifest_digest()) == 32
@@ -79,9 +88,15 @@ def test_files_are_private_and_hold_few_bytes_and_no_name_of_an_example(shards: 
     assert [name.partition("-")[0] for name in names] == ["extents", MANIFEST]
     assert (tmp_path / "one" / names[0]).stat().st_size == 12 * 11 + 192
     for name, body in contents(tmp_path / "one").items():
-        assert stat.S_IMODE((tmp_path / "one" / name).stat().st_mode) == 0o600 and b"folder/ex0000" not in body
+        assert (
+            stat.S_IMODE((tmp_path / "one" / name).stat().st_mode) == 0o600
+            and b"folder/ex0000" not in body
+        )
     build_index(shards[:1], tmp_path / "one")  # is replaced whole
-    assert len(ExampleTable.open(tmp_path / "one", shards[0].parent)) == 7 and len(contents(tmp_path / "one")) == 2
+    assert (
+        len(ExampleTable.open(tmp_path / "one", shards[0].parent)) == 7
+        and len(contents(tmp_path / "one")) == 2
+    )
 
 
 def test_table_and_reader_travel_small_and_refuse_an_index_that_was_replaced(
@@ -125,13 +140,20 @@ def test_a_missing_or_damaged_index(copied: tuple[Path, Path], tmp_path: Path) -
     with pytest.raises(DataError, match="there is no index"):
         ExampleTable.open(tmp_path / "none", tmp_path)
     manifest = json.loads((index / MANIFEST).read_text())
-    for damage in ({"format_version": 99}, {"shards": []}, {"extents": "gone.npy"}, {"shards": [{"x": 1}]}):
+    for damage in (
+        {"format_version": 99},
+        {"shards": []},
+        {"extents": "gone.npy"},
+        {"shards": [{"x": 1}]},
+    ):
         (index / MANIFEST).write_text(json.dumps({**manifest, **damage}))
         with pytest.raises(DataError, match="build it again"):
             ExampleTable.open(index, tmp_path)
 
 
-def test_bytes_that_do_not_fit_the_index_are_a_read_error(copied: tuple[Path, Path], tmp_path: Path) -> None:
+def test_bytes_that_do_not_fit_the_index_are_a_read_error(
+    copied: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Never a zero gradient: also where the checksum fits and members do not."""
     copy, index = copied
     content = copy.read_bytes()
@@ -151,7 +173,9 @@ def test_bytes_that_do_not_fit_the_index_are_a_read_error(copied: tuple[Path, Pa
     start, blocks = int(rows[2]["first_block"]) * 512, int(rows[2]["low"])
     rows[2]["crc32"] = zlib.crc32(content[start : start + blocks * 512])
     table._rows_N = rows
-    with pytest.raises(ReadError, match=r"copy\.tar at byte \d+ does not fit its index .*index again"):
+    with pytest.raises(
+        ReadError, match=r"copy\.tar at byte \d+ does not fit its index .*index again"
+    ):
         TarReader(table).read(2)
 
 
@@ -174,7 +198,9 @@ def test_verify_accepts_copies_with_new_times_and_the_digest_follows_content(
     assert build_index([copy], tmp_path / "index3").manifest_digest() != table.manifest_digest()
 
 
-def test_processes_and_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_small_pieces_give_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shards = make_shards(tmp_path / "shards", 7)
     build_index(shards, tmp_path / "one")
     with worker_pool(2) as pool:
@@ -190,14 +216,25 @@ def test_all_bad_shards_are_said_at_once(num_workers: int, tmp_path: Path) -> No
     shards = make_shards(tmp_path / "shards", 6)
     shards[0].write_bytes(shards[0].read_bytes() * 2)
     shards[1].write_bytes(shards[1].read_bytes()[:3000])
-    write_shard(shards[2], [{"__key__": key, part: b"x"} for key, part in (("a", "jpg"), ("b", "jpg"), ("a", "txt"))])
+    write_shard(
+        shards[2],
+        [{"__key__": key, part: b"x"} for key, part in (("a", "jpg"), ("b", "jpg"), ("a", "txt"))],
+    )
     shards[3].write_bytes(b"")
-    index, pattern = tmp_path / "index", f"{tmp_path}/shards/train-{{000..006}}.tar"  # 006 is missing
+    index, pattern = (
+        tmp_path / "index",
+        f"{tmp_path}/shards/train-{{000..006}}.tar",
+    )  # 006 is missing
     found = find_shards(pattern, tmp_path)
-    with worker_pool(num_workers) as pool, pytest.raises(DataError, match="joined by cat") as caught:
+    with (
+        worker_pool(num_workers) as pool,
+        pytest.raises(DataError, match="joined by cat") as caught,
+    ):
         build_index(found, index, executor=pool.executor)
     message = str(caught.value)
-    assert "\n" not in message and all(f"train-{number:03d}.tar" in message for number in (0, 1, 2, 3, 6))
+    assert "\n" not in message and all(
+        f"train-{number:03d}.tar" in message for number in (0, 1, 2, 3, 6)
+    )
     table = build_index(shards[4:], index)
     with pytest.raises(DataError, match="is of other shards"):
         table.require_shards(found)
@@ -239,7 +276,14 @@ index_build.build_index(sorted(Path(sys.argv[2]).glob("*.tar")), Path(sys.argv[3
 def test_a_killed_build_goes_on(read: list[str], tmp_path: Path) -> None:
     shards = make_shards(tmp_path / "shards", 7)
     build_index(shards, tmp_path / "whole")
-    command = [sys.executable, "-c", KILLED, str(ROOT), str(tmp_path / "shards"), str(tmp_path / "index")]
+    command = [
+        sys.executable,
+        "-c",
+        KILLED,
+        str(ROOT),
+        str(tmp_path / "shards"),
+        str(tmp_path / "index"),
+    ]
     assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
     with pytest.raises(DataError, match="there is no index"):
         ExampleTable.open(tmp_path / "index", tmp_path / "shards")
@@ -292,7 +336,10 @@ def test_one_build_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_dead_worker_is_one_line() -> None:
-    with ProcessPoolExecutor(1) as executor, pytest.raises(ReadError, match="a worker process died"):
+    with (
+        ProcessPoolExecutor(1) as executor,
+        pytest.raises(ReadError, match="a worker process died"),
+    ):
         list(run_all(executor, signal.raise_signal, [(signal.SIGKILL,), (signal.SIGKILL,)]))
 
 
@@ -322,7 +369,9 @@ def test_shard_patterns(tmp_path: Path) -> None:
     require_a_shard("data/train-{010..012}.tar", tmp_path)  # the index names those that are missing
 
 
-@pytest.mark.parametrize("name", ["odd, dir", "odd {x} [1]", "one,two.tar", "a{1,2}.tar", "{0..3}, [a]/x.tar"])
+@pytest.mark.parametrize(
+    "name", ["odd, dir", "odd {x} [1]", "one,two.tar", "a{1,2}.tar", "{0..3}, [a]/x.tar"]
+)
 def test_a_name_that_is_there_is_no_pattern(name: str, tmp_path: Path) -> None:
     """A file or folder with commas, braces or brackets, by its name, its path, or with a pattern behind it."""
     path = tmp_path / name
@@ -330,12 +379,17 @@ def test_a_name_that_is_there_is_no_pattern(name: str, tmp_path: Path) -> None:
     for file in files:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(bytes(512))
-    patterns = [name, str(path)] + ([] if path.suffix else [f"{name}/*.tar", f"{path}/{{0..1}}.tar"])
+    patterns = [name, str(path)] + (
+        [] if path.suffix else [f"{name}/*.tar", f"{path}/{{0..1}}.tar"]
+    )
     for pattern in patterns:
         assert find_shards(pattern, tmp_path).locations() == [str(file) for file in files]
     if path.suffix and "/" not in name and name.count(",") < 2 and "{" in name:  # one of a list
         (tmp_path / "b.tar").write_bytes(bytes(512))
-        assert find_shards(f"{name},b.tar", tmp_path).locations() == [str(path), str(tmp_path / "b.tar")]
+        assert find_shards(f"{name},b.tar", tmp_path).locations() == [
+            str(path),
+            str(tmp_path / "b.tar"),
+        ]
 
 
 def test_a_folder_of_shards_is_read_whole_or_says_what_is_not(
@@ -343,9 +397,19 @@ def test_a_folder_of_shards_is_read_whole_or_says_what_is_not(
 ) -> None:
     """Tars of any case; archives, folders with tars and files without a suffix that hold some are named, and nothing else is."""
     folder = tmp_path / "shards"
-    for number, name in enumerate(("00.tar", "01.TAR", "02.Tar", ".03.tar", "deeper/04.tar", "heldout/05.tar")):
+    for number, name in enumerate(
+        ("00.tar", "01.TAR", "02.Tar", ".03.tar", "deeper/04.tar", "heldout/05.tar")
+    ):
         write_shard(folder / name, [{"__key__": f"{number}", "jpg": picture(number), "txt": b"x"}])
-    for name in ("README.md", "LICENSE", "00.tar.md5", "00.tar.idx", "provenance.json", "notes.txt", "empty/x.json"):
+    for name in (
+        "README.md",
+        "LICENSE",
+        "00.tar.md5",
+        "00.tar.idx",
+        "provenance.json",
+        "notes.txt",
+        "empty/x.json",
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("words about tar\n" * 30)
     assert list(find_shards("shards", tmp_path).remarks()) == [
@@ -354,29 +418,51 @@ def test_a_folder_of_shards_is_read_whole_or_says_what_is_not(
     ]
     whole = (folder / "00.tar").read_bytes()
     archives = {
-        "06.tar.gz": gzip.compress(whole), "07.TGZ": gzip.compress(whole), "08.tar.zst": b"x", "09.tar.bz2": bz2.compress(whole),
-        "10.tar.xz": b"x", "11.zip": b"x", "12.tar.lz4": b"x", "13.tar.part": whole, "14.7z": b"x", "15.gz": b"x",
-        "16": whole, "17": gzip.compress(whole), "18": b"PK\x03\x04x", "19.tar.gz.aa": b"x", "._00.tar": b"\0\5\x16\7",
-        "20.tbz2": b"x", "21.tzst": b"x", "22.txz": b"x",
-    }  # fmt: skip
+        "06.tar.gz": gzip.compress(whole),
+        "07.TGZ": gzip.compress(whole),
+        "08.tar.zst": b"x",
+        "09.tar.bz2": bz2.compress(whole),
+        "10.tar.xz": b"x",
+        "11.zip": b"x",
+        "12.tar.lz4": b"x",
+        "13.tar.part": whole,
+        "14.7z": b"x",
+        "15.gz": b"x",
+        "16": whole,
+        "17": gzip.compress(whole),
+        "18": b"PK\x03\x04x",
+        "19.tar.gz.aa": b"x",
+        "._00.tar": b"\0\5\x16\7",
+        "20.tbz2": b"x",
+        "21.tzst": b"x",
+        "22.txz": b"x",
+    }
     for name, content in archives.items():
         (folder / name).write_bytes(content)
     shards = find_shards("shards", tmp_path)
     assert shards.names == (".03.tar", "00.tar", "01.TAR", "02.Tar")
     assert sorted(shards.unread_names) == sorted([*archives, "deeper"])
-    assert find_shards("shards,shards/deeper,shards/16", tmp_path).names == (*shards.names[:4], "16", "deeper/04.tar")
+    assert find_shards("shards,shards/deeper,shards/16", tmp_path).names == (
+        *shards.names[:4],
+        "16",
+        "deeper/04.tar",
+    )
     for command in (["index"], ["verify", "--index", str(folder / "index")]):
         assert main([command[0], str(folder), *command[1:], "--workers", "1"]) == 0
         assert (
             "19 files or folders beside the shards are not read (._00.tar, 06.tar.gz, 07.TGZ, ...)"
             in capsys.readouterr().err
         )
-    with pytest.raises(DataError, match=r"_00\.tar holds attributes that macOS keeps beside a file; remove it"):
+    with pytest.raises(
+        DataError, match=r"_00\.tar holds attributes that macOS keeps beside a file; remove it"
+    ):
         build_index([folder / "._00.tar"], tmp_path / "index")
     for path in folder.glob("*.[tT]*"):
         if path.name[-4:].lower() == ".tar" and not path.name.startswith("._"):
             path.unlink()
-    with pytest.raises(DataError, match=r"holds no \*\.tar files, but \._00\.tar, which is not read"):
+    with pytest.raises(
+        DataError, match=r"holds no \*\.tar files, but \._00\.tar, which is not read"
+    ):
         find_shards("shards", tmp_path)
 
 
@@ -388,13 +474,23 @@ def test_copies_over_shards_are_counted(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(archive(content))
         return tmp_path / name
 
-    paths = [shard("a.tar", *range(10)), shard("b.tar", *range(5, 15)), shard("c.tar", *range(8, 11), 20, 21, 20, 21)]
+    paths = [
+        shard("a.tar", *range(10)),
+        shard("b.tar", *range(5, 15)),
+        shard("c.tar", *range(8, 11), 20, 21, 20, 21),
+    ]
     table = build_index(paths, tmp_path / "index")
     copies, by_chance, pair = table.copies_in_other_shards()
     assert (copies, by_chance < 1, pair) == (5 + 3, True, ("a.tar", "b.tar"))
     [copied] = [line for line in table.remarks() if "byte for byte" in line]
-    assert copied.startswith("8 of 27 examples are those of an earlier shard byte for byte, as in a.tar and b.tar")
-    assert not [line for line in build_index(paths[:1], tmp_path / "one").remarks() if "byte for byte" in line]
+    assert copied.startswith(
+        "8 of 27 examples are those of an earlier shard byte for byte, as in a.tar and b.tar"
+    )
+    assert not [
+        line
+        for line in build_index(paths[:1], tmp_path / "one").remarks()
+        if "byte for byte" in line
+    ]
     again = build_index([paths[0], shard("d.tar", *range(10))], tmp_path / "two")
     assert again.copies_in_other_shards()[0] == 10
     # Of a large table a part is looked at, and what chance finds there is no copy.
@@ -402,10 +498,14 @@ def test_copies_over_shards_are_counted(tmp_path: Path) -> None:
     rows = np.zeros(count, dtype=ROW)
     rows["crc32"], rows["low"] = rng.integers(0, 2**32, count), 7
     entries = [replace(table.entries[0], name=str(number), count=count // 4) for number in range(4)]
-    copies, by_chance, _ = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(most=20_000)
+    copies, by_chance, _ = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(
+        most=20_000
+    )
     assert copies <= by_chance
     rows[-6000:] = rows[:6000]
-    copies, by_chance, pair = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(most=20_000)
+    copies, by_chance, pair = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(
+        most=20_000
+    )
     assert by_chance < 5000 < copies < 7000 and pair == ("0", "3")
 
 

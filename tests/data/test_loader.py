@@ -48,7 +48,9 @@ def plans(pulls: list[int] | None = None) -> Iterator[StepPlan]:
 
 
 def collect(table: ExampleTable, num_workers: int) -> list[tuple[int, list[Batch]]]:
-    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=num_workers, prefetch_micro_batches=3)
+    loader = Loader(
+        table, MAKE, micro_batch_size=3, num_workers=num_workers, prefetch_micro_batches=3
+    )
     return [(plan.step, list(batches)) for plan, batches in loader.steps(plans())]
 
 
@@ -58,9 +60,16 @@ def test_same_batches_for_any_number_of_workers(table: ExampleTable) -> None:
     for (_, batches), (_, others) in zip(alone, helped, strict=True):
         assert len(batches) == len(others) == 2
         for one, two in zip(batches, others, strict=True):
-            assert one.inputs.keys() == two.inputs.keys() == {"images_BCHW", "tokens_BL", "token_mask_BL"}
+            assert (
+                one.inputs.keys()
+                == two.inputs.keys()
+                == {"images_BCHW", "tokens_BL", "token_mask_BL"}
+            )
             assert all(torch.equal(one.inputs[name], two.inputs[name]) for name in one.inputs)
-            assert torch.equal(one.is_padding_B, two.is_padding_B) and one.num_undecodable == two.num_undecodable
+            assert (
+                torch.equal(one.is_padding_B, two.is_padding_B)
+                and one.num_undecodable == two.num_undecodable
+            )
 
 
 def test_what_no_key_changes_is_read_and_decoded_once_as_far_as_it_fits(
@@ -69,7 +78,9 @@ def test_what_no_key_changes_is_read_and_decoded_once_as_far_as_it_fits(
     """The same batches as without; only what fits stays, and nothing where a key draws a crop or a caption."""
     read: list[int] = []
     read_all = TarReader.read_all
-    monkeypatch.setattr(TarReader, "read_all", lambda self, ids: (read.extend(ids), read_all(self, ids))[1])
+    monkeypatch.setattr(
+        TarReader, "read_all", lambda self, ids: (read.extend(ids), read_all(self, ids))[1]
+    )
     whole = MicroBatchRequest(np.arange(12), np.arange(12, dtype=np.uint64), np.arange(12))
     everything = set(range(12))
     for changes, room, kept in (
@@ -84,7 +95,10 @@ def test_what_no_key_changes_is_read_and_decoded_once_as_far_as_it_fits(
         second = batches[whole]
         bad = set(first.is_padding_B.nonzero().flatten().tolist())  # looked at again
         assert set(read) == everything - kept | bad and 0 < len(bad) < 5
-        assert torch.equal(first.is_padding_B, second.is_padding_B) and first.num_undecodable == second.num_undecodable
+        assert (
+            torch.equal(first.is_padding_B, second.is_padding_B)
+            and first.num_undecodable == second.num_undecodable
+        )
         assert all(torch.equal(first.inputs[name], second.inputs[name]) for name in first.inputs)
 
 
@@ -96,22 +110,32 @@ def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
     [(_, batches)] = [(got, list(batches)) for got, batches in loader.steps(iter([plan]))]
     assert [batch.num_undecodable for batch in batches] == [1, 0, 1, 0]
     for batch in batches:
-        assert {name: (tuple(value.shape), value.dtype) for name, value in batch.inputs.items()} == {
+        assert {
+            name: (tuple(value.shape), value.dtype) for name, value in batch.inputs.items()
+        } == {
             "images_BCHW": ((4, 3, 16, 16), torch.float32),
             "tokens_BL": ((4, 12), torch.int64),
             "token_mask_BL": ((4, 12), torch.bool),
         }
-        assert (batch.inputs["token_mask_BL"][batch.is_padding_B].sum(1) == 2).all(), "an empty caption"
+        assert (batch.inputs["token_mask_BL"][batch.is_padding_B].sum(1) == 2).all(), (
+            "an empty caption"
+        )
     whole = torch.cat([batch.inputs["images_BCHW"] for batch in batches])
     is_padding = torch.cat([batch.is_padding_B for batch in batches])
     assert (~is_padding).nonzero().flatten().tolist() == [2, 3, 11]
     for example, key, row in ((0, 0, 11), (4, 1, 2), (10, 4, 3)):
-        assert np.array_equal(whole[row].numpy(), MAKE(TarReader(table).read(example), key)["images_CHW"])
+        assert np.array_equal(
+            whole[row].numpy(), MAKE(TarReader(table).read(example), key)["images_CHW"]
+        )
     assert not whole[is_padding].any()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-made loader
-def test_a_machine_that_lets_no_worker_start_is_named(table: ExampleTable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # torch's half-made loader
+def test_a_machine_that_lets_no_worker_start_is_named(
+    table: ExampleTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queues of processes lie in /dev/shm, and the system names no file when it is read-only or full."""
 
     def refused(*_: object) -> None:
@@ -119,7 +143,8 @@ def test_a_machine_that_lets_no_worker_start_is_named(table: ExampleTable, monke
 
     monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refused)
     with pytest.raises(
-        ReadError, match=r"workers cannot start: Read-only file system; they need /dev/shm, .* data\.num_workers=0"
+        ReadError,
+        match=r"workers cannot start: Read-only file system; they need /dev/shm, .* data\.num_workers=0",
     ):
         collect(table, num_workers=2)
 
@@ -127,7 +152,9 @@ def test_a_machine_that_lets_no_worker_start_is_named(table: ExampleTable, monke
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_plans_are_pulled_in_step_with_consumption(table: ExampleTable, num_workers: int) -> None:
     pulls: list[int] = []
-    loader = Loader(table, MAKE, micro_batch_size=3, num_workers=num_workers, prefetch_micro_batches=2)
+    loader = Loader(
+        table, MAKE, micro_batch_size=3, num_workers=num_workers, prefetch_micro_batches=2
+    )
     seen = []
     for plan, batches in loader.steps(plans(pulls)):
         for index, _ in enumerate(batches):
@@ -139,7 +166,8 @@ def test_plans_are_pulled_in_step_with_consumption(table: ExampleTable, num_work
 def test_unread_micro_batches_are_passed_over_and_waiting_is_measured(table: ExampleTable) -> None:
     loader = Loader(table, MAKE, micro_batch_size=3, num_workers=0)
     steps = [
-        (plan.step, next(batches).is_padding_B.tolist(), loader.data_wait) for plan, batches in loader.steps(plans())
+        (plan.step, next(batches).is_padding_B.tolist(), loader.data_wait)
+        for plan, batches in loader.steps(plans())
     ]
     assert [step for step, _, _ in steps] == list(range(5))
     assert steps[1][1] == [True] * 3 and steps[2][1] == [False, False, True]
@@ -147,7 +175,9 @@ def test_unread_micro_batches_are_passed_over_and_waiting_is_measured(table: Exa
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_read_errors_keep_type_and_message(num_workers: int, shards: list[Path], tmp_path: Path) -> None:
+def test_read_errors_keep_type_and_message(
+    num_workers: int, shards: list[Path], tmp_path: Path
+) -> None:
     copy = tmp_path / "copy.tar"
     copy.write_bytes(shards[0].read_bytes())
     table = build_index([copy], tmp_path / "index")
@@ -173,7 +203,9 @@ class Failing:
             raise MemoryError
         if key == 102:  # nothing more can be mapped, whoever asks
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY)
+            )
         return self.padding()
 
     def draws(self, raw: RawExample, /) -> bool:
@@ -256,7 +288,9 @@ def test_every_example_is_evaluated_once_by_equally_many_batches_of_every_rank(
 ) -> None:
     """Whatever their size; in pairs, in the row next to its other's, which lies half of the data apart."""
     requested: list[list[int]] = []
-    monkeypatch.setattr(TarReader, "read_all", lambda _, ids: requested.append(ids.tolist()) or iter([]))
+    monkeypatch.setattr(
+        TarReader, "read_all", lambda _, ids: requested.append(ids.tolist()) or iter([])
+    )
     half = -(-count // 2)
     for size, world_size in itertools.product((1, 2, 3, 5, 12), (1, 2, 3)):
         for width, expected in (
@@ -267,7 +301,23 @@ def test_every_example_is_evaluated_once_by_equally_many_batches_of_every_rank(
             for rank in range(world_size):
                 requested.clear()
                 numbers.add(
-                    len([*eval_batches(table, MAKE, size, rank, world_size, num_examples=count, paired=width == 2)])
+                    len(
+                        [
+                            *eval_batches(
+                                table,
+                                MAKE,
+                                size,
+                                rank,
+                                world_size,
+                                num_examples=count,
+                                paired=width == 2,
+                            )
+                        ]
+                    )
                 )
-                rows += [tuple(ids[row : row + width]) for ids in requested for row in range(0, len(ids), width)]
+                rows += [
+                    tuple(ids[row : row + width])
+                    for ids in requested
+                    for row in range(0, len(ids), width)
+                ]
             assert len(numbers) == 1 and sorted(rows) == expected

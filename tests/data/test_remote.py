@@ -54,11 +54,15 @@ def remote(server: RangeServer, tmp_path: Path) -> ExampleTable:
 
 def using(table: ExampleTable, **options: object) -> TarReader:
     return TarReader(
-        ExampleTable.open(table.index_dir, table.shard_root, remote=replace(QUICK, **options), check_shards=False)
+        ExampleTable.open(
+            table.index_dir, table.shard_root, remote=replace(QUICK, **options), check_shards=False
+        )
     )
 
 
-def test_index_and_examples_equal_those_of_the_folder(remote: ExampleTable, table: ExampleTable) -> None:
+def test_index_and_examples_equal_those_of_the_folder(
+    remote: ExampleTable, table: ExampleTable
+) -> None:
     assert remote.manifest_digest() == table.manifest_digest()
     extents = [next(t.index_dir.glob("extents-*")) for t in (remote, table)]
     assert extents[0].name == extents[1].name and extents[0].read_bytes() == extents[1].read_bytes()
@@ -68,7 +72,9 @@ def test_index_and_examples_equal_those_of_the_folder(remote: ExampleTable, tabl
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "hang", "cut", "garbage"])
-def test_passing_faults_are_tried_again(fault: int | str, server: RangeServer, remote: ExampleTable) -> None:
+def test_passing_faults_are_tried_again(
+    fault: int | str, server: RangeServer, remote: ExampleTable
+) -> None:
     expected = TarReader(remote).read(3)
     server.faults.extend([fault, fault])
     assert using(remote, timeout_seconds=0.3).read(3) == expected
@@ -99,7 +105,9 @@ def test_lasting_faults_are_one_clear_read_error(
     assert len(server.requests) - before == len(faults)
 
 
-def test_a_read_error_ends_the_step_and_is_no_zero_gradient(server: RangeServer, remote: ExampleTable) -> None:
+def test_a_read_error_ends_the_step_and_is_no_zero_gradient(
+    server: RangeServer, remote: ExampleTable
+) -> None:
     server.faults.extend([403])
     loader = Loader(remote, MAKE, micro_batch_size=3, num_workers=1)
     plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
@@ -119,7 +127,9 @@ def test_an_index_may_be_made_elsewhere(server: RangeServer, table: ExampleTable
         TarReader(moved).read(0)
 
 
-def test_changed_and_vanished_shards(server: RangeServer, remote: ExampleTable, tmp_path: Path) -> None:
+def test_changed_and_vanished_shards(
+    server: RangeServer, remote: ExampleTable, tmp_path: Path
+) -> None:
     shard = server.folder / "train-000.tar"
     original = shard.read_bytes()
     shard.write_bytes(original[:-512] + b"\1" * 512)  # of the same size, and no example differs
@@ -142,18 +152,26 @@ def test_changed_and_vanished_shards(server: RangeServer, remote: ExampleTable, 
 def test_a_refused_connection(remote: ExampleTable) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ReadError, match=r"in 3 tries: .*[Cc]onnect"):
-        TarReader(ExampleTable.open(remote.index_dir, nobody, remote=QUICK, check_shards=False)).read(0)
+        TarReader(
+            ExampleTable.open(remote.index_dir, nobody, remote=QUICK, check_shards=False)
+        ).read(0)
     with pytest.raises(ReadError, match="in 3 tries"):
         ExampleTable.open(remote.index_dir, nobody, remote=QUICK)
 
 
 @pytest.mark.parametrize(("connections", "most_bytes", "most"), [(2, 64 << 20, 6), (16, None, 3)])
 def test_reading_ahead_is_bounded(
-    connections: int, most_bytes: int | None, most: int, server: RangeServer, remote: ExampleTable,
+    connections: int,
+    most_bytes: int | None,
+    most: int,
+    server: RangeServer,
+    remote: ExampleTable,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """By the number of requests, and by the bytes of two examples."""
-    monkeypatch.setattr("data.reading.remote._MAX_BYTES_AHEAD", most_bytes or int(remote.extents(0).lengths[0]) * 2)
+    monkeypatch.setattr(
+        "data.reading.remote._MAX_BYTES_AHEAD", most_bytes or int(remote.extents(0).lengths[0]) * 2
+    )
     before = len(server.requests)
     examples = using(remote, connections=connections).read_all([0] * 20)
     next(examples)
@@ -170,8 +188,14 @@ def test_reading_ahead_is_bounded(
         ("https://host/*.tar", "no single shard"),
         ("https://host/folder/", "no single shard"),
         ("https://host/a.tar,https://other/b.tar", "several hosts"),
-        ("https://user:secret@host/a.tar?token=secret,local.tar", r"https://host/a\.tar,local\.tar mixes"),
-        ("pipe:curl https://user:secret@host/a.tar?token=secret", r"pipe:curl https://host/a\.tar is a command"),
+        (
+            "https://user:secret@host/a.tar?token=secret,local.tar",
+            r"https://host/a\.tar,local\.tar mixes",
+        ),
+        (
+            "pipe:curl https://user:secret@host/a.tar?token=secret",
+            r"pipe:curl https://host/a\.tar is a command",
+        ),
         ("http://example.invalid/a.tar", "is not encrypted"),
         ("nothing://host/a.tar", "no driver for nothing://"),
         ("s3://bucket/a.tar", "s3fs"),
@@ -186,11 +210,21 @@ def test_places_that_cannot_be_read(pattern: str, message: str, tmp_path: Path) 
 def test_url_patterns(tmp_path: Path) -> None:
     found = find_shards("https://host/x/{a,b}/{08..10}.tar, https://host/x/c.tar", tmp_path)
     assert found.root == "https://host/x" and found.is_remote
-    assert found.names == ("a/08.tar", "a/09.tar", "a/10.tar", "b/08.tar", "b/09.tar", "b/10.tar", "c.tar")
+    assert found.names == (
+        "a/08.tar",
+        "a/09.tar",
+        "a/10.tar",
+        "b/08.tar",
+        "b/09.tar",
+        "b/10.tar",
+        "c.tar",
+    )
     assert find_shards("s3://bucket/only.tar", tmp_path).locations() == ["s3://bucket/only.tar"]
 
 
-def test_any_driver_of_fsspec_will_do(shards: list[Path], table: ExampleTable, tmp_path: Path) -> None:
+def test_any_driver_of_fsspec_will_do(
+    shards: list[Path], table: ExampleTable, tmp_path: Path
+) -> None:
     memory = fsspec.filesystem("memory")
     for path in shards:
         memory.pipe(f"/bucket/{path.name}", path.read_bytes())
@@ -251,7 +285,12 @@ def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path
             "/signed": f"{failing.url}/x?signature=secret&path=",
         }
         two.redirects = {"/exposed": elsewhere.url}
-        cases = json.dumps([one.url + place for place in ("/same", "/other", "/exposed", "/far", "/loop", "/signed")])
+        cases = json.dumps(
+            [
+                one.url + place
+                for place in ("/same", "/other", "/exposed", "/far", "/loop", "/signed")
+            ]
+        )
         command = [sys.executable, "-c", READ, str(ROOT), str(tmp_path), cases]
         environment = {**os.environ, "SSL_CERT_FILE": str(certificate)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
@@ -260,7 +299,10 @@ def test_a_redirect_never_leads_from_https_to_http(server: RangeServer, tmp_path
         assert followed == [12, 12] and "TooManyRedirects" in endless and not elsewhere.requests
         assert "503" in signed and f"{failing.url}/x" in signed and "secret" not in signed
         for refused in (exposed, far):
-            assert f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused and "\n" not in refused
+            assert (
+                f"it redirects to http://{ELSEWHERE}, which is not encrypted" in refused
+                and "\n" not in refused
+            )
 
 
 def self_signed(path: Path) -> Path:
@@ -282,6 +324,8 @@ def self_signed(path: Path) -> Path:
         .sign(key, hashes.SHA256())
     )
     encoding = serialization.Encoding.PEM
-    private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    private = key.private_bytes(
+        encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     path.write_bytes(private + certificate.public_bytes(encoding))
     return path

@@ -31,7 +31,9 @@ QUICK = RemoteOptions(timeout_seconds=10, tries=2, backoff_seconds=0.01, connect
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     for number in range(NUM_SHARDS):
-        (folder / f"train-{number:03d}.tar").write_bytes(archive(members(PER_SHARD, np.random.default_rng(number))))
+        (folder / f"train-{number:03d}.tar").write_bytes(
+            archive(members(PER_SHARD, np.random.default_rng(number)))
+        )
     return folder
 
 
@@ -68,7 +70,9 @@ def shard_requests(server: RangeServer) -> list[str]:
     return [path for path, _ in server.requests]
 
 
-def test_the_server_learns_nothing_of_who_is_read(many: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+def test_the_server_learns_nothing_of_who_is_read(
+    many: ExampleTable, server: RangeServer, tmp_path: Path
+) -> None:
     """64 shards on two nodes; then a start where the second has three quarters. Two runs read other members."""
     logs, members_read = [], []
     quarter = len(many) // 4
@@ -76,7 +80,11 @@ def test_the_server_learns_nothing_of_who_is_read(many: ExampleTable, server: Ra
     for run in range(2):
         server.requests.clear()
         rng = np.random.default_rng(run)
-        for node, start, stop in ((0, 0, 2 * quarter), (1, 2 * quarter, 4 * quarter), (1, quarter, 4 * quarter)):
+        for node, start, stop in (
+            (0, 0, 2 * quarter),
+            (1, 2 * quarter, 4 * quarter),
+            (1, quarter, 4 * quarter),
+        ):
             reader = TarReader(staged(many, server, tmp_path / f"run{run}-node{node}", start, stop))
             ids = rng.choice(np.arange(start, stop), 40, replace=False)
             assert list(reader.read_all(ids)) == list(expected.read_all(ids))
@@ -88,7 +96,9 @@ def test_the_server_learns_nothing_of_who_is_read(many: ExampleTable, server: Ra
     assert logs[0] == logs[1] == [f"/train-{number:03d}.tar" for number in order]
 
 
-def test_many_readers_copy_each_shard_once(local: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+def test_many_readers_copy_each_shard_once(
+    local: ExampleTable, server: RangeServer, tmp_path: Path
+) -> None:
     table = staged(local, server, tmp_path / "store")
     expected = list(TarReader(local).read_all(range(len(local))))
     orders = [np.random.default_rng(number).permutation(len(local)) for number in range(6)]
@@ -131,12 +141,16 @@ def test_a_kill_loses_nothing_and_nothing_torn_is_trusted(
     (store / f"{local.entries[7].sha256}.part").write_bytes(b"half of a shard")
     server.requests.clear()
     require_room(store, table.entries)
-    assert list(TarReader(table).read_all(range(len(local)))) == list(TarReader(local).read_all(range(len(local))))
+    assert list(TarReader(table).read_all(range(len(local)))) == list(
+        TarReader(local).read_all(range(len(local)))
+    )
     assert shard_requests(server) == [f"/train-{number:03d}.tar" for number in range(7, FEW)]
     assert not list(store.glob("*.part"))
 
 
-def test_a_copy_that_rots_is_an_error_that_names_it(local: ExampleTable, server: RangeServer, tmp_path: Path) -> None:
+def test_a_copy_that_rots_is_an_error_that_names_it(
+    local: ExampleTable, server: RangeServer, tmp_path: Path
+) -> None:
     store = tmp_path / "store"
     table = staged(local, server, store)
     TarReader(table).read(0)
@@ -150,7 +164,9 @@ def test_a_copy_that_rots_is_an_error_that_names_it(local: ExampleTable, server:
     assert TarReader(table).read(3 * PER_SHARD) == TarReader(local).read(3 * PER_SHARD)
 
 
-def test_a_shard_that_is_not_what_was_indexed_is_an_error(local: ExampleTable, served: Path, tmp_path: Path) -> None:
+def test_a_shard_that_is_not_what_was_indexed_is_an_error(
+    local: ExampleTable, served: Path, tmp_path: Path
+) -> None:
     """Of the same size: only its hash tells. Nothing of it stays."""
     other = tmp_path / "other"
     other.mkdir()
@@ -181,7 +197,9 @@ def test_a_disk_that_is_too_small_ends_in_one_line(
         if is_enough:
             require_room(store, table.entries)
         else:
-            with pytest.raises(DataError, match=r"has .* GB free, but the shards of this node take") as caught:
+            with pytest.raises(
+                DataError, match=r"has .* GB free, but the shards of this node take"
+            ) as caught:
                 require_room(store, table.entries)
             assert "\n" not in str(caught.value) and str(store) in str(caught.value)
     with pytest.raises(DataError, match="of shards that this start does not need"):
@@ -211,7 +229,9 @@ def test_a_reader_waits_while_another_copies_and_not_for_one_that_hangs(
             TarReader(table).read(0)
     assert "\n" not in str(caught.value) and looks[store] > 20 and server.requests == []
     assert module._size_of(store) == sum(path.stat().st_size for path in store.iterdir()) > 0
-    monkeypatch.setattr(module, "fsync_path", lambda path: [tar.unlink() for tar in store.glob("*.tar")])
+    monkeypatch.setattr(
+        module, "fsync_path", lambda path: [tar.unlink() for tar in store.glob("*.tar")]
+    )
     with pytest.raises(ReadError, match="was copied and is gone"):
         TarReader(staged(local, server, store)).read(0)
     assert len(server.requests) == FEW
@@ -220,7 +240,9 @@ def test_a_reader_waits_while_another_copies_and_not_for_one_that_hangs(
 def test_a_store_is_private_and_keeps_its_name(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         names = list(pool.map(open_folder, [tmp_path / "store"] * 8))
-    assert len(set(names)) == 1 and len(names[0]) == 32 and open_folder(tmp_path / "other") != names[0]
+    assert (
+        len(set(names)) == 1 and len(names[0]) == 32 and open_folder(tmp_path / "other") != names[0]
+    )
     assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match="cannot use the folder"):

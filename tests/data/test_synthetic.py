@@ -52,9 +52,13 @@ def components(image: np.ndarray, colour: str, among: list[str]) -> list[np.ndar
 
 
 ORDERS = {
-    " left of ": (1, 1), " right of ": (1, -1), " above ": (0, 1), " below ": (0, -1), " from left to right": (1, 1),
+    " left of ": (1, 1),
+    " right of ": (1, -1),
+    " above ": (0, 1),
+    " below ": (0, -1),
+    " from left to right": (1, 1),
     " from top to bottom": (0, 1),
-}  # fmt: skip
+}
 """The axis of the pixels along which the shapes of a caption with these words follow each other, and which way."""
 
 
@@ -62,7 +66,10 @@ ORDERS = {
 def test_captions_are_true_of_the_pixels(indices: range) -> None:
     """Plain shapes: one area of each colour that the caption names, in the order that it says."""
     for example in map(SyntheticData(3, 224, "shapes").example, indices):
-        said, names = example.statement, [f"{group.colour} {group.shape}" for group in example.statement.groups]
+        said, names = (
+            example.statement,
+            [f"{group.colour} {group.shape}" for group in example.statement.groups],
+        )
         assert [*sorted(names, key=example.caption.index)] == names
         among = [*(group.colour for group in said.groups), *example.scene.textures[0].colours]
         found = [components(example.image_HWC, group.colour, among) for group in said.groups]
@@ -89,7 +96,9 @@ def test_counts_and_colours_of_drawn_shapes(count: int) -> None:
                 continue  # two colours that flow into each other make colours in between
             found = components(example.image_HWC, group.colour, among)
             assert len(found) == group.count, (example.caption, len(found))
-            assert group.colour in example.caption and (group.count == 1 or COUNTS[group.count] in example.caption)
+            assert group.colour in example.caption and (
+                group.count == 1 or COUNTS[group.count] in example.caption
+            )
             checked[group.count] += 1
     assert {1, 2, 3, 4, 5} <= set(checked)
 
@@ -105,12 +114,20 @@ def test_a_texture_shows_all_colours_it_is_said_to_have(kind: str) -> None:
         nearest = ((image[:, :, None] - values) ** 2).sum(-1).argmin(-1)
         shares = [(nearest == place).mean() for place in range(len(values))]
         assert min(shares) > 0.025, (texture, shares)
-        assert all(name in caption for name in texture.colours) and "  " not in caption and "{" not in caption
+        assert (
+            all(name in caption for name in texture.colours)
+            and "  " not in caption
+            and "{" not in caption
+        )
     assert (draw(Scene((Texture("plain", ("teal",)),)), 224) == COLOURS["teal"]).all()
     # Where all colours but one are taken, that one is left.
     assert random_colours(rng, 1, avoid=[name for name in COLOURS if name != "cyan"]) == ("cyan",)
     assert sorted(random_colours(rng, len(BASIC), among=BASIC)) == sorted(BASIC)
-    for count, avoid, among in ((len(BASIC) + 1, (), BASIC), (1, tuple(COLOURS), ()), (2, BASIC[1:], BASIC)):
+    for count, avoid, among in (
+        (len(BASIC) + 1, (), BASIC),
+        (1, tuple(COLOURS), ()),
+        (2, BASIC[1:], BASIC),
+    ):
         with pytest.raises(ValueError, match=f"{count} colours are asked for, and {count - 1} of"):
             random_colours(rng, count, avoid=avoid, among=among)
 
@@ -120,7 +137,11 @@ def digest() -> str:
     found = hashlib.sha256()
     rng = np.random.default_rng(1)
     for kind in KINDS:
-        found.update(b"".join(draw(Scene((random_texture(rng, kinds=[kind]),)), 96).tobytes() for _ in range(4)))
+        found.update(
+            b"".join(
+                draw(Scene((random_texture(rng, kinds=[kind]),)), 96).tobytes() for _ in range(4)
+            )
+        )
     for data in (SyntheticData(0, 97), SyntheticData(1, 32), SyntheticData(2, 64, "shapes")):
         for example in map(data.example, range(60)):
             found.update(example.image_HWC.tobytes() + example.caption.encode())
@@ -128,7 +149,9 @@ def digest() -> str:
 
 
 def test_examples_are_those_of_the_generators_version() -> None:
-    assert (GENERATOR_VERSION, digest()) == (2, DIGEST), "GENERATOR_VERSION changes whenever an example does"
+    assert (GENERATOR_VERSION, digest()) == (2, DIGEST), (
+        "GENERATOR_VERSION changes whenever an example does"
+    )
 
 
 @pytest.mark.full
@@ -141,7 +164,12 @@ def test_every_processor_draws_the_same() -> None:
         environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(features[start:])}
         program = "from tests.data.test_synthetic import digest; print(digest())"
         done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
         )
         assert done.stdout.strip() == DIGEST, (features[start:], done.stderr)
 
@@ -150,7 +178,10 @@ def test_an_example_depends_on_seed_and_index_alone() -> None:
     many = [DATA.example(index) for index in range(70)]
     for index in (69, 5, 0):
         alone = SyntheticData(3, 224).example(index)
-        assert np.array_equal(alone.image_HWC, many[index].image_HWC) and alone.caption == many[index].caption
+        assert (
+            np.array_equal(alone.image_HWC, many[index].image_HWC)
+            and alone.caption == many[index].caption
+        )
     assert SyntheticData(4, 224).composition(0)[1] != many[0].caption
     assert len({example.caption for example in many}) == 70
     assert many[0].image_HWC.shape == (224, 224, 3) and many[0].image_HWC.dtype == np.uint8
@@ -162,9 +193,15 @@ SIGN = {"left": (0, -1), "right": (0, 1), "above": (1, -1), "below": (1, 1)}
 def test_only_the_said_relation_holds_and_shapes_stand_apart() -> None:
     for seed in range(200):
         scene, said = compose_shapes(np.random.default_rng(seed))
-        assert [(s.name, s.colour) for s in scene.shapes] == [(g.shape, g.colour) for g in said.groups]
+        assert [(s.name, s.colour) for s in scene.shapes] == [
+            (g.shape, g.colour) for g in said.groups
+        ]
         centres = np.array([(s.x, s.y) for s in scene.shapes])
-        assert len({s.name for s in scene.shapes}) == len({s.colour for s in scene.shapes}) == len(scene.shapes)
+        assert (
+            len({s.name for s in scene.shapes})
+            == len({s.colour for s in scene.shapes})
+            == len(scene.shapes)
+        )
         if len(centres) == 2:
             axis, sign = SIGN[str(said.relation)]
             apart = centres[0] - centres[1]
@@ -211,13 +248,24 @@ def test_what_is_kept_for_judges_is_never_captioned() -> None:
     captioned, index = pools()["captioned"], np.arange(20_000)
     placed = Scenes().placed(index, captioned)
     assert set(captioned.names) == set(CAPTIONED) and NEVER.isdisjoint(captioned.names)
-    assert set(pools()["never"].names) == NEVER and not is_left_out(captioned.number[placed.kind], placed.colour).any()
+    assert (
+        set(pools()["never"].names) == NEVER
+        and not is_left_out(captioned.number[placed.kind], placed.colour).any()
+    )
     shown = {scenes.caption(tokens_L) for tokens_L in Scenes().tokens(placed, captioned).tolist()}
     assert not any("<unk>" in words for words in shown)
-    sprites = {name: {one.numpy().tobytes() for one in pool.pictures} for name, pool in pools().items()}
-    assert all(sprites["captioned"].isdisjoint(others) for name, others in sprites.items() if name != "captioned")
+    sprites = {
+        name: {one.numpy().tobytes() for one in pool.pictures} for name, pool in pools().items()
+    }
+    assert all(
+        sprites["captioned"].isdisjoint(others)
+        for name, others in sprites.items()
+        if name != "captioned"
+    )
     new = Scenes().placed(index, pools()["new"])
-    assert is_left_out(pools()["new"].number[new.kind], new.colour).mean() == pytest.approx(1 / 8, abs=0.02)
+    assert is_left_out(pools()["new"].number[new.kind], new.colour).mean() == pytest.approx(
+        1 / 8, abs=0.02
+    )
 
 
 def test_captions_of_scenes_are_true_and_the_tokenizer_knows_their_words() -> None:
@@ -242,7 +290,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_shards_are_the_same_for_any_number_of_processes_and_after_an_interruption(tmp_path: Path) -> None:
+def test_shards_are_the_same_for_any_number_of_processes_and_after_an_interruption(
+    tmp_path: Path,
+) -> None:
     counts: list[int] = []
     write_synthetic(tmp_path / "one", SETTINGS, advance=counts.append)
     assert sum(counts) == 25
@@ -262,7 +312,11 @@ def test_shards_are_the_same_for_any_number_of_processes_and_after_an_interrupti
     decoded = denormalize(eval_image(members["000000000020.jpg"], 32))
     assert np.abs(decoded.astype(int) - example.image_HWC).mean() < 6
     record = json.loads((tmp_path / "one" / PROVENANCE).read_text())
-    assert (record["seed"], record["image_size"], record["generator_version"]) == (5, 32, GENERATOR_VERSION)
+    assert (record["seed"], record["image_size"], record["generator_version"]) == (
+        5,
+        32,
+        GENERATOR_VERSION,
+    )
     assert record["libraries"] == f"numpy {np.__version__}, Pillow {PIL.__version__}"
     assert "No photograph" in record["statement"]
 
@@ -270,7 +324,12 @@ def test_shards_are_the_same_for_any_number_of_processes_and_after_an_interrupti
 def test_a_folder_with_other_foreign_or_damaged_files_is_refused(tmp_path: Path) -> None:
     write_synthetic(tmp_path, SETTINGS)
     before = contents(tmp_path)
-    for change in ({"seed": 6}, {"num_examples": 26}, {"image_format": "webp"}, {"content": "shapes"}):
+    for change in (
+        {"seed": 6},
+        {"num_examples": 26},
+        {"image_format": "webp"},
+        {"content": "shapes"},
+    ):
         with pytest.raises(DataError, match=f"differs in {next(iter(change))}"):
             write_synthetic(tmp_path, Settings(**(vars(SETTINGS) | change)))  # type: ignore[arg-type]
         assert contents(tmp_path) == before
@@ -284,7 +343,9 @@ def test_a_folder_with_other_foreign_or_damaged_files_is_refused(tmp_path: Path)
         write_synthetic(tmp_path, SETTINGS)
 
 
-def test_command_writes_shards_that_can_be_indexed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_shards_that_can_be_indexed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shards, sheet = str(tmp_path / "s"), str(tmp_path / "sheet.png")
     size = ["--num_examples", "12", "--image_size", "24", "--workers", "1"]
     assert main(["synthetic", "--output", shards, *size, "--preview", sheet]) == 0

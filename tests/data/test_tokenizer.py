@@ -33,7 +33,11 @@ def test_embedded_round_trip() -> None:
     assert len({tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}) == 3
     for caption in ("a red apple, fruit, food", "Café 龍 🍎", "x", ""):
         tokens_L, mask_L = tokenizer.encode(caption, 40)
-        assert tokens_L.shape == mask_L.shape == (40,) and tokens_L.dtype == np.int64 and mask_L.dtype == bool
+        assert (
+            tokens_L.shape == mask_L.shape == (40,)
+            and tokens_L.dtype == np.int64
+            and mask_L.dtype == bool
+        )
         length = int(mask_L.sum())
         assert mask_L[:length].all() and (tokens_L[length:] == tokenizer.pad_id).all()
         assert tokens_L[0] == tokenizer.bos_id and tokens_L[length - 1] == tokenizer.eos_id
@@ -41,7 +45,9 @@ def test_embedded_round_trip() -> None:
     tokens_L, mask_L = tokenizer.encode(
         "red <eos> apple <pad><bos>", 20
     )  # names of special tokens in a caption are dropped
-    assert not {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} & set(tokens_L[mask_L][1:-1].tolist())
+    assert not {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id} & set(
+        tokens_L[mask_L][1:-1].tolist()
+    )
 
 
 def test_every_byte_has_a_token_and_length_is_bounded() -> None:
@@ -66,15 +72,28 @@ RELEASED = "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"
 def bert_words(folder: Path) -> Path:
     """vocab.txt again, from the embedded file."""
     words = Tokenizer.from_file(str(BERT)).get_vocab()
-    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in sorted(words, key=lambda word: words[word])))
+    (folder / "vocab.txt").write_text(
+        "".join(f"{word}\n" for word in sorted(words, key=lambda word: words[word]))
+    )
     return folder / "vocab.txt"
 
 
 def test_berts_words_are_those_of_the_release(tmp_path: Path) -> None:
     tokenizer = CaptionTokenizer.from_file(BERT)
-    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (30_522, 0, 101, 102)
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (
+        30_522,
+        0,
+        101,
+        102,
+    )
     names = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-    assert [Tokenizer.from_file(str(BERT)).token_to_id(name) for name in names] == [0, 100, 101, 102, 103]
+    assert [Tokenizer.from_file(str(BERT)).token_to_id(name) for name in names] == [
+        0,
+        100,
+        101,
+        102,
+        103,
+    ]
     words = bert_words(tmp_path)
     assert hashlib.sha256(words.read_bytes()).hexdigest() == RELEASED
 
@@ -82,9 +101,21 @@ def test_berts_words_are_those_of_the_release(tmp_path: Path) -> None:
 def test_berts_words_cut_as_transformers_cuts_them(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     bert_words(tmp_path)
-    theirs, ours = transformers.BertTokenizer.from_pretrained(tmp_path), CaptionTokenizer.from_file(BERT)
+    theirs, ours = (
+        transformers.BertTokenizer.from_pretrained(tmp_path),
+        CaptionTokenizer.from_file(BERT),
+    )
     rng = np.random.default_rng(0)
-    letters = ["\u00e9", "\u00df", "\u9f8d", "\u0301", "\t", "\U0001f34e", "unaffable", " photo of "]
+    letters = [
+        "\u00e9",
+        "\u00df",
+        "\u9f8d",
+        "\u0301",
+        "\t",
+        "\U0001f34e",
+        "unaffable",
+        " photo of ",
+    ]
     alphabet = [*"abcdefgABCDEFG  ,.-'!", *letters]
     texts = [
         "A photo of TWO dogs, unaffordably caf\u00e9-like.",
@@ -97,7 +128,12 @@ def test_berts_words_cut_as_transformers_cuts_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "special",
-    [("[PAD]", "[CLS]", "[SEP]"), ("<pad>", "<s>", "</s>"), ("<|startoftext|>", "<|endoftext|>"), ("<|endoftext|>",)],
+    [
+        ("[PAD]", "[CLS]", "[SEP]"),
+        ("<pad>", "<s>", "</s>"),
+        ("<|startoftext|>", "<|endoftext|>"),
+        ("<|endoftext|>",),
+    ],
 )
 def test_foreign_tokenizers(special: tuple[str, ...], tmp_path: Path) -> None:
     tokenizer = CaptionTokenizer.from_file(word_piece(tmp_path / "tokenizer.json", special))

@@ -8,7 +8,14 @@ import pytest
 from PIL import Image
 
 from data.errors import DecodeError
-from data.examples.transforms import MAX_PIXELS, MAX_SCANS, denormalize, eval_image, random_crop_box, train_image
+from data.examples.transforms import (
+    MAX_PIXELS,
+    MAX_SCANS,
+    denormalize,
+    eval_image,
+    random_crop_box,
+    train_image,
+)
 from tests.data.conftest import bomb, encode, picture
 
 SIZE = 24
@@ -43,7 +50,10 @@ def test_crops_have_the_stated_scale_and_ratio_and_half_are_flipped() -> None:
     assert 0.2 <= min(areas) < 0.25 and 0.9 < max(areas) <= 1.0 and 0.45 < np.mean(areas) < 0.55
     assert 0.75 <= min(ratios) < 0.77 and 1.3 < max(ratios) <= 4 / 3 + 1e-9
     ramp = encode(Image.fromarray(np.tile(np.arange(0, 240, 2, dtype=np.uint8), (120, 1))), "PNG")
-    flipped = [train_image(ramp, SIZE, key)[0, 0, 0] > train_image(ramp, SIZE, key)[0, 0, -1] for key in range(200)]
+    flipped = [
+        train_image(ramp, SIZE, key)[0, 0, 0] > train_image(ramp, SIZE, key)[0, 0, -1]
+        for key in range(200)
+    ]
     assert 70 < sum(flipped) < 130
 
 
@@ -71,7 +81,11 @@ def test_transparency_becomes_white() -> None:
     palette.putpalette([0, 0, 255] + [0] * 765)
     assert colour(encode(palette, "PNG", transparency=0)) == (255, 255, 255)
     assert colour(encode(palette, "PNG")) == (0, 0, 255)
-    assert colour(encode(Image.new("RGB", (30, 30), (9, 9, 9)), "PNG", transparency=(9, 9, 9))) == (255, 255, 255)
+    assert colour(encode(Image.new("RGB", (30, 30), (9, 9, 9)), "PNG", transparency=(9, 9, 9))) == (
+        255,
+        255,
+        255,
+    )
 
 
 def test_other_modes() -> None:
@@ -104,7 +118,13 @@ def test_tiny_and_thin_pictures(size: tuple[int, int]) -> None:
     assert colour(data) == (10, 200, 30)
 
 
-BAD = [b"\x00", picture(0, fmt="PNG")[:-40], picture(0, fmt="WEBP")[:60], bomb(8_193, MAX_PIXELS // 8_192), bomb(0, 5)]
+BAD = [
+    b"\x00",
+    picture(0, fmt="PNG")[:-40],
+    picture(0, fmt="WEBP")[:60],
+    bomb(8_193, MAX_PIXELS // 8_192),
+    bomb(0, 5),
+]
 
 
 @pytest.mark.parametrize("data", BAD)

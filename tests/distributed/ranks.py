@@ -61,7 +61,9 @@ def run_ranks(target: str, world_size: int, timeout: float = 180, **arguments: A
             if process.returncode != 0
         ]
         assert not said, "\n".join(said)  # of all: the first one may have failed because of another
-        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)]
+        return [
+            pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(world_size)
+        ]
 
 
 def _main(target: str, folder: str) -> None:

@@ -53,10 +53,14 @@ class Collectives(TorchDispatchMode):
         self.seen: list[tuple[str, int]] = []
         self.least = least
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.__name__.split(".")[0].strip("_")
         if function.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
-            largest = max((x.numel() for x in tree_leaves(args) if isinstance(x, Tensor)), default=0)
+            largest = max(
+                (x.numel() for x in tree_leaves(args) if isinstance(x, Tensor)), default=0
+            )
             if largest >= self.least:
                 self.seen.append((name, largest))
         return function(*args, **(kwargs or {}))
@@ -104,16 +108,28 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         ("two_pass", sharded, "two_pass"),
     ]:
         clipped = ClippedSum(
-            engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, mode=mode, self_check=False,
+            engine.module,
+            1.0,
+            shapes=engine.shapes,
+            accumulator=accumulator,
+            mode=mode,
+            self_check=False,
             noise_multiplier=0.0,
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # type: ignore[arg-type]
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         run.ledger = StrictLedger()
         with Collectives() as seen:
             train_step(run, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
         traffic = collectives.traffic
-        assert seen.count("reduce") == 0, "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"
-        found[way] = dict(traffic.collectives), dict(traffic.bytes), seen.count("alltoall"), seen.seen
+        assert seen.count("reduce") == 0, (
+            "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"
+        )
+        found[way] = (
+            dict(traffic.collectives),
+            dict(traffic.bytes),
+            seen.count("alltoall"),
+            seen.seen,
+        )
         found["buckets"] = len(getattr(clipped.accumulator, "_buckets", ()))
         found["open"] = max(found["open"], getattr(clipped.accumulator, "most", 0))
         clipped.detach()
@@ -140,19 +156,31 @@ def test_collectives_of_a_logical_batch(engines: list[tuple[str, int]]) -> None:
             counts, num_bytes, exchanges, _ = first[way]
             assert counts["reduce_scatter"] == PER_STEP * buckets
             assert counts["exchange"] == buckets
-            assert counts["reduce_scatter"] <= exchanges <= counts["reduce_scatter"] + counts["exchange"]
-            assert 0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
-        for way, rank in itertools.product(("local", "sharded", "two_pass"), (0, 1)):  # whatever the data
+            assert (
+                counts["reduce_scatter"]
+                <= exchanges
+                <= counts["reduce_scatter"] + counts["exchange"]
+            )
+            assert (
+                0 <= num_bytes["reduce_scatter"] - PER_STEP * size / 2 <= 8 * 2 * PER_STEP * buckets
+            )
+        for way, rank in itertools.product(
+            ("local", "sharded", "two_pass"), (0, 1)
+        ):  # whatever the data
             assert uneven[rank][way] == empty[rank][way]
             names = [[name for name, _ in seen[way][3]] for seen in (uneven[rank], first)]
             assert names[0] == names[1]
 
 
-def random_layout(shapes: Mapping[str, torch.Size], world_size: int, rng: random.Random) -> ShardLayout:
+def random_layout(
+    shapes: Mapping[str, torch.Size], world_size: int, rng: random.Random
+) -> ShardLayout:
     """Every parameter cut somewhere, its parts owned by anyone."""
     pieces: list[list[Piece]] = [[] for _ in range(world_size)]
     for name, shape in shapes.items():
-        cuts = sorted({0, shape.numel(), *(rng.randint(0, shape.numel()) for _ in range(rng.randint(0, 3)))})
+        cuts = sorted(
+            {0, shape.numel(), *(rng.randint(0, shape.numel()) for _ in range(rng.randint(0, 3)))}
+        )
         for a, b in itertools.pairwise(cuts):
             pieces[rng.randrange(world_size)].append(Piece(name, a, b - a))
     for owned in pieces:
@@ -172,7 +200,9 @@ def _random_sums(device: torch.device, seed: int) -> float:
         f"p{i}": torch.Size(shared.randint(1, 9) for _ in range(shared.randint(1, 3)))
         for i in range(shared.randint(1, 8))
     }
-    layout = random_layout(shapes, world_size, shared) if seed % 3 else even_layout(shapes, world_size)
+    layout = (
+        random_layout(shapes, world_size, shared) if seed % 3 else even_layout(shapes, world_size)
+    )
     layout.check(shapes)
     grid = Grid() if seed % 2 else Grid.of(1000, torch.float64, 64, 64)
     sums = ShardedSums(shapes, grid, device, bucket_coordinates=shared.randint(1, 200))
@@ -181,7 +211,9 @@ def _random_sums(device: torch.device, seed: int) -> float:
     mine = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     for _ in range(shared.randint(1, 4)):
         sums.start(2)
-        for name in own.sample(sorted(shapes), own.randint(0, len(shapes))):  # this rank's own order; some are missing
+        for name in own.sample(
+            sorted(shapes), own.randint(0, len(shapes))
+        ):  # this rank's own order; some are missing
             part = torch.randn(shapes[name], generator=generator, dtype=torch.float64)
             total = sums.slot(name).total
             assert total.low.shape == (shapes[name].numel(),) and not total.low.any()
@@ -189,18 +221,26 @@ def _random_sums(device: torch.device, seed: int) -> float:
             total.add([part.flatten()], 2)
             sums.filled(name)
         sums.finish()
-    exact = {name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes}
+    exact = {
+        name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes
+    }
     shards = sums.to_owners(layout)
-    assert not any(kept.untyped_storage().nbytes() for kept in sums._kept), "what has gone to its owner is freed"
+    assert not any(kept.untyped_storage().nbytes() for kept in sums._kept), (
+        "what has gone to its owner is freed"
+    )
     if sums.unit is not None:
         shards = [shard._replace(values=real(shard.values, sums.unit.exponent)) for shard in shards]
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(rank))
-    errors = [(s.values - exact[s.name].flatten()[s.offset : s.offset + s.values.numel()]).abs().max() for s in shards]  # type: ignore[union-attr]
+    errors = [
+        (s.values - exact[s.name].flatten()[s.offset : s.offset + s.values.numel()]).abs().max()
+        for s in shards
+    ]  # type: ignore[union-attr]
     return max((float(e) for e in errors), default=0.0)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "count"), [(3, 12), *(pytest.param(size, 40, marks=pytest.mark.full) for size in (1, 3))]
+    ("world_size", "count"),
+    [(3, 12), *(pytest.param(size, 40, marks=pytest.mark.full) for size in (1, 3))],
 )
 def test_any_layout_order_and_missing_contribution(world_size: int, count: int) -> None:
     for errors in run_ranks(f"{__name__}:rank_random_sums", world_size, seeds=range(count)):

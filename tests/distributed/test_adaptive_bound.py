@@ -67,7 +67,12 @@ def adaptive_run(
     noise = OnlyAfterAnIntent(ledger, draws)
     accumulator = ShardedSums if sharded else LocalSums
     clipped = ClippedSum(
-        engine.module, C, shapes=engine.shapes, adaptive=ADAPTIVE, accumulator=accumulator, self_check=False
+        engine.module,
+        C,
+        shapes=engine.shapes,
+        adaptive=ADAPTIVE,
+        accumulator=accumulator,
+        self_check=False,
     )
     if manifest is not None:
         clipped.max_grad_norm = resumed_bound(manifest, C)
@@ -94,7 +99,9 @@ def rank_steps(
     draws = 0
     for step in range(1, len(DRAWS) + 1):
         if step - 1 == resume_after:
-            manifest = json.loads(json.dumps({"step": step - 1, MANIFEST_KEY: run.clipped.max_grad_norm}))
+            manifest = json.loads(
+                json.dumps({"step": step - 1, MANIFEST_KEY: run.clipped.max_grad_norm})
+            )
             draws, module = noise.num_count_draws, run.engine.module
             run, ledger, noise = adaptive_run(device, name, stage, DRAWS[step - 1 :], manifest)
             run.engine.module.load_state_dict(module.state_dict())
@@ -106,7 +113,9 @@ def rank_steps(
 
 def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
     for name in (BOUND, FRACTION):
-        assert [step[name] for step in one] == pytest.approx([step[name] for step in other], rel=1e-4)
+        assert [step[name] for step in one] == pytest.approx(
+            [step[name] for step in other], rel=1e-4
+        )
 
 
 def rank_alone(device: torch.device) -> list[Any]:
@@ -128,8 +137,16 @@ def both(sums_products_in_all: None) -> Any:
         pytest.param("fsdp", 3, True, marks=pytest.mark.full),
     ],
 )
-def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, sharded: bool, both: Any) -> None:
-    options = {"name": name, "stage": stage, "sharded": sharded, "counts": (5, 2), "resume_after": None}
+def test_two_ranks_adapt_as_one_and_noise_the_count_once(
+    name: str, stage: int, sharded: bool, both: Any
+) -> None:
+    options = {
+        "name": name,
+        "stage": stage,
+        "sharded": sharded,
+        "counts": (5, 2),
+        "resume_after": None,
+    }
     first, second = run_ranks(f"{__name__}:rank_steps", 2, **options)
     alone, _ = both
     assert first[:2] == second[:2], "ranks hold different bounds"
@@ -142,7 +159,9 @@ def test_two_ranks_adapt_as_one_and_noise_the_count_once(name: str, stage: int, 
     for intent, bound in zip(first[3], bounds, strict=True):
         assert [r["name"] for r in intent] == [GRADIENT, UNCLIPPED]
         assert intent[0]["sensitivity"] == bound
-        assert sum((r["sensitivity"] / r["std"]) ** 2 for r in intent) == pytest.approx(SIGMA**-2, rel=1e-12)
+        assert sum((r["sensitivity"] / r["std"]) ** 2 for r in intent) == pytest.approx(
+            SIGMA**-2, rel=1e-12
+        )
 
 
 def test_a_resume_goes_on_with_the_same_bound_bit_by_bit(both: Any) -> None:

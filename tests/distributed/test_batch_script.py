@@ -21,9 +21,17 @@ SLURM = {
 }
 
 
-def batch(folder: Path, *script: str, **environment: str) -> tuple[int, str, list[tuple[str, float]]]:
+def batch(
+    folder: Path, *script: str, **environment: str
+) -> tuple[int, str, list[tuple[str, float]]]:
     """Exit code, what was said, and (command, time) of each call of a stand-in."""
-    script = script or (BATCH, "--ds_config", "ds_configs/zero3.json", "--run_dir", str(folder / "run"))
+    script = script or (
+        BATCH,
+        "--ds_config",
+        "ds_configs/zero3.json",
+        "--run_dir",
+        str(folder / "run"),
+    )
     calls = folder / "calls"
     for name, body in SLURM.items():
         program = folder / "bin" / name
@@ -31,13 +39,27 @@ def batch(folder: Path, *script: str, **environment: str) -> tuple[int, str, lis
         program.write_text(f'#!/bin/bash\necho "$(date +%s.%N) {name} $*" >> "{calls}"\n{body}\n')
         program.chmod(0o755)
     done = subprocess.run(
-        ["bash", *script], cwd=ROOT, timeout=60,
-        env={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": "/bin/true", "SLURM_JOB_ID": "7",
-             "SLURM_JOB_NUM_NODES": "2", "NODE_LOSS_SECONDS": str(WAIT), **environment},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["bash", *script],
+        cwd=ROOT,
+        timeout=60,
+        env={
+            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+            "PYTHON": "/bin/true",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "NODE_LOSS_SECONDS": str(WAIT),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     seen = [line.split(" ", 1) for line in calls.read_text().splitlines()]
-    return done.returncode, done.stdout + done.stderr, [(command, float(when)) for when, command in seen]
+    return (
+        done.returncode,
+        done.stdout + done.stderr,
+        [(command, float(when)) for when, command in seen],
+    )
 
 
 @pytest.mark.parametrize("code", ["1", pytest.param("2", marks=pytest.mark.full)])
@@ -56,7 +78,9 @@ def test_a_job_that_does_not_go_back(tmp_path: Path, restarts: str) -> None:
     """It cannot; or Slurm was faster and has requeued it, while the processes of this start are still ending."""
     more = {"SLURM_RESTART_COUNT": "2", "RESTARTS": restarts}
     ended, said, _ = batch(tmp_path, CODE="1", REQUEUE="fails", **more)
-    assert ended == 1 and ("could not be requeued; submit the same command again" in said) == (restarts == "2")
+    assert ended == 1 and ("could not be requeued; submit the same command again" in said) == (
+        restarts == "2"
+    )
 
 
 def test_a_task_of_an_array_takes_no_other_task_back_to_the_queue(tmp_path: Path) -> None:
@@ -69,15 +93,19 @@ def test_a_task_of_an_array_takes_no_other_task_back_to_the_queue(tmp_path: Path
 def test_a_task_of_an_array_trains_its_line(tmp_path: Path) -> None:
     """Comments and empty lines do not count, and words are split as a shell would."""
     points, array = tmp_path / "points.txt", "launch_scripts/cluster/slurm_array.sbatch"
-    points.write_text("# two runs\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 'data.shards=a b/*.tar'\n")
-    words = (array, str(points), str(tmp_path / "sweep"), "--ds_config", "ds_configs/zero1.json")
-    ended, said, calls = batch(tmp_path, *words, CODE="0", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
-    assert ended == 0, said
-    train = (
-        f"--run_dir {tmp_path}/sweep/2 --ds_config ds_configs/zero1.json optimizer.peak_lr=2e-3 data.shards=a b/*.tar"
+    points.write_text(
+        "# two runs\noptimizer.peak_lr=1e-3\n\noptimizer.peak_lr=2e-3 'data.shards=a b/*.tar'\n"
     )
+    words = (array, str(points), str(tmp_path / "sweep"), "--ds_config", "ds_configs/zero1.json")
+    ended, said, calls = batch(
+        tmp_path, *words, CODE="0", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2"
+    )
+    assert ended == 0, said
+    train = f"--run_dir {tmp_path}/sweep/2 --ds_config ds_configs/zero1.json optimizer.peak_lr=2e-3 data.shards=a b/*.tar"
     assert calls[0][0].endswith(train)
-    ended, said, _ = batch(tmp_path, *words, CODE="0", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    ended, said, _ = batch(
+        tmp_path, *words, CODE="0", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"
+    )
     assert ended == 2 and "has no line 3" in said
 
 
@@ -86,6 +114,8 @@ def test_contract_12_the_console_of_a_job_is_for_its_owner_alone(tmp_path: Path)
     with log.open("w") as console:
         log.chmod(0o644)
         environment = {**os.environ, "SLURM_JOB_ID": "7"}
-        subprocess.run(["bash", BATCH], cwd=ROOT, env=environment, stdout=console, stderr=console, check=False)
+        subprocess.run(
+            ["bash", BATCH], cwd=ROOT, env=environment, stdout=console, stderr=console, check=False
+        )
     assert "give --run_dir" in log.read_text()
     assert log.stat().st_mode & 0o777 == 0o600

@@ -22,7 +22,14 @@ from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import MICRO_BATCH, a_mechanism, build, micro_batches, pairs, tiny_captioner
+from tests.distributed.test_engines import (
+    MICRO_BATCH,
+    a_mechanism,
+    build,
+    micro_batches,
+    pairs,
+    tiny_captioner,
+)
 from trainer.run.clipping_mode import require_same_integers
 
 ENGINES = [("local", 1), ("deepspeed", 1), ("deepspeed", 3), ("fsdp", 3), ("fairscale", 1)]
@@ -74,7 +81,10 @@ def rank_sums(device: torch.device, cases: list[tuple[str, int]], seed: int) -> 
             order = shared.sample(range(NUM_EXAMPLES), NUM_EXAMPLES)
             for batch in dealt(order):
                 clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-            found[case, i] = {(s.name, s.offset): s.values.clone() for s in reduce_to_owners(clipped, engine.layout)}
+            found[case, i] = {
+                (s.name, s.offset): s.values.clone()
+                for s in reduce_to_owners(clipped, engine.layout)
+            }
             clipped.detach()
     return found
 
@@ -83,7 +93,10 @@ def whole(ranks: list[Sums]) -> dict[str, Tensor]:
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     for name, offset, values in ((n, o, v) for sums in ranks for (n, o), v in sums.items()):
         parts.setdefault(name, []).append((offset, values))
-    return {name: torch.cat([v for _, v in sorted(pieces, key=lambda p: p[0])]) for name, pieces in parts.items()}
+    return {
+        name: torch.cat([v for _, v in sorted(pieces, key=lambda p: p[0])])
+        for name, pieces in parts.items()
+    }
 
 
 def alone() -> dict[str, Tensor]:
@@ -96,8 +109,12 @@ def alone() -> dict[str, Tensor]:
     return {name: total.flatten() for name, total in clipped.sums()}
 
 
-@pytest.mark.parametrize("world_size", [None, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2, 4))])
-def test_sums_of_all_engines_are_equal_to_the_last_bit(world_size: int | None, two_ranks: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "world_size", [None, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2, 4))]
+)
+def test_sums_of_all_engines_are_equal_to_the_last_bit(
+    world_size: int | None, two_ranks: list[Any]
+) -> None:
     ranks = [sums for sums, _, _ in two_ranks]
     if world_size is not None:
         ranks = run_ranks(f"{__name__}:rank_sums", world_size, cases=ENGINES, seed=world_size)
@@ -134,7 +151,9 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
         arrived: list[Tensor] = []
         step = engine.step
 
-        def watched(shards: Any, arrived: list[Tensor] = arrived, step: Any = step, **rest: Any) -> None:
+        def watched(
+            shards: Any, arrived: list[Tensor] = arrived, step: Any = step, **rest: Any
+        ) -> None:
             arrived.extend(s.values.clone() for s in shards)
             step(shards, **rest)
 
@@ -147,7 +166,9 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_each_owner_adds_whole_numbers_once_and_then_divides(every: bool, two_ranks: list[Any]) -> None:
+def test_each_owner_adds_whole_numbers_once_and_then_divides(
+    every: bool, two_ranks: list[Any]
+) -> None:
     ranks = [noised for _, noised, _ in two_ranks]
     if every:
         ranks = run_ranks(f"{__name__}:rank_noised", 2, cases=ENGINES)
@@ -159,7 +180,9 @@ def test_each_owner_adds_whole_numbers_once_and_then_divides(every: bool, two_ra
             assert len(sums) == len(draws) == len(arrived), case
             for total, (deviation, draw), values in zip(sums, draws, arrived, strict=True):
                 assert deviation == deviation_in_units(0.5 * lattice.bound, lattice.exponent)
-                assert torch.equal(values, (total + draw).double() * 2.0**-lattice.exponent / NUM_EXAMPLES)
+                assert torch.equal(
+                    values, (total + draw).double() * 2.0**-lattice.exponent / NUM_EXAMPLES
+                )
                 every.append(draw.double() / deviation)
     normal = torch.cat(every)
     assert abs(float(normal.std()) - 1) < 0.02 and len(normal.unique()) > 0.999 * len(normal)
@@ -173,7 +196,9 @@ class RankDependent(nn.Module):
         self.layer, self.kind = nn.Linear(3, 3), kind
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = 1 + 1e-6 * (collectives.rank() if self.kind == "rank" else torch.arange(len(x))[:, None])
+        scale = 1 + 1e-6 * (
+            collectives.rank() if self.kind == "rank" else torch.arange(len(x))[:, None]
+        )
         return (self.layer(x) * scale).sum(1)
 
 
@@ -188,14 +213,18 @@ def rank_refusals(device: torch.device) -> list[str | None]:
         assert isinstance(clipped, CertifiedSum)
         try:
             generator = torch.Generator().manual_seed(0)
-            require_same_integers(clipped, engine, lambda n, g=generator: {"x": torch.randn(n, 3, generator=g)}, size)
+            require_same_integers(
+                clipped, engine, lambda n, g=generator: {"x": torch.randn(n, 3, generator=g)}, size
+            )
             said.append(None)
         except PrivacyConfigError as error:
             said.append(str(error))
     return said
 
 
-def test_ranks_or_rows_that_compute_differently_are_refused_on_every_rank(two_ranks: list[Any]) -> None:
+def test_ranks_or_rows_that_compute_differently_are_refused_on_every_rank(
+    two_ranks: list[Any],
+) -> None:
     for _, _, (by_rank, by_rank_too, single, by_row) in two_ranks:
         assert "on rank 1" in by_rank and "on rank 1" in by_rank_too
         assert single is None and "row 1" in by_row and "layer." in by_row

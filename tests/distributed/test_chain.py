@@ -45,7 +45,9 @@ DEALS = {1: [(7,), (7,)], 2: [(5, 2), (0, 7)]}
 State = dict[tuple[str, str], Tensor]
 
 
-def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, num_steps: int) -> tuple[State, State]:
+def rank_link(
+    device: torch.device, engine: str, optimizer: str, folder: Path, num_steps: int
+) -> tuple[State, State]:
     """Resumes from the newest checkpoint, if there is one, and trains on; the whole state before and after."""
     name, stage, settings = ENGINES[engine]
     model = tiny_captioner()
@@ -63,7 +65,9 @@ def rank_link(device: torch.device, engine: str, optimizer: str, folder: Path, n
     deals = DEALS[collectives.world_size()]
     for step in range(done + 1, done + num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), deals[step % 2])))
-    CheckpointWriter(folder, Retention(2)).save(done + num_steps, wrapped.state(), wrapped.shapes, {})
+    CheckpointWriter(folder, Retention(2)).save(
+        done + num_steps, wrapped.state(), wrapped.shapes, {}
+    )
     return before, whole_state(wrapped)
 
 
@@ -71,7 +75,11 @@ def whole_state(engine: Engine) -> State:
     """Master weights and moments put together from all ranks' pieces, by kind and parameter; a fresh engine has no moments."""
     mine = {kind for shard in engine.state() for kind in shard.tensors}
     kinds = sorted(set().union(*collectives.gather_objects(mine)))
-    return {(kind, name): whole for kind in kinds for name, whole in whole_parameters(engine, kind).items()}
+    return {
+        (kind, name): whole
+        for kind in kinds
+        for name, whole in whole_parameters(engine, kind).items()
+    }
 
 
 def equal_bits(left: State, right: State) -> bool:
@@ -84,25 +92,44 @@ def equal_bits(left: State, right: State) -> bool:
     ("optimizer", "chain"),
     [("adamw", CHAIN), *((name, CHAIN + MORE) for name in OPTIMIZERS)],
 )
-def test_a_run_moves_between_engines_and_world_sizes(optimizer: str, chain: Any, tmp_path: Path) -> None:
+def test_a_run_moves_between_engines_and_world_sizes(
+    optimizer: str, chain: Any, tmp_path: Path
+) -> None:
     moved, alone = tmp_path / "moved", tmp_path / "alone"
     moved.mkdir()
     alone.mkdir()
     last: State | None = None
     for engine, world_size in chain:
         links = run_ranks(
-            f"{__name__}:rank_link", world_size, engine=engine, optimizer=optimizer, folder=moved, num_steps=STEPS_PER_LINK
-        )  # fmt: skip
+            f"{__name__}:rank_link",
+            world_size,
+            engine=engine,
+            optimizer=optimizer,
+            folder=moved,
+            num_steps=STEPS_PER_LINK,
+        )
         for before, _ in links:
             assert last is None or equal_bits(before, last), f"{engine} did not load what was saved"
         last = links[0][1]
     assert last is not None and {kind for kind, _ in last} == {"param", "exp_avg", "exp_avg_sq"}
     assert not any(part.isnan().any() for part in last.values())
     ((start, expected),) = run_ranks(
-        f"{__name__}:rank_link", 1, engine="local", optimizer=optimizer, folder=alone,
+        f"{__name__}:rank_link",
+        1,
+        engine="local",
+        optimizer=optimizer,
+        folder=alone,
         num_steps=STEPS_PER_LINK * len(chain),
-    )  # fmt: skip
+    )
     for kind in ("param", "exp_avg", "exp_avg_sq"):
-        ends = [{name: part for (k, name), part in state.items() if k == kind} for state in (last, expected)]
+        ends = [
+            {name: part for (k, name), part in state.items() if k == kind}
+            for state in (last, expected)
+        ]
         assert oracle.relative_error(*ends) < 1e-5, kind
-    assert oracle.relative_error(*({n: p for (k, n), p in s.items() if k == "param"} for s in (start, expected))) > 1e-3
+    assert (
+        oracle.relative_error(
+            *({n: p for (k, n), p in s.items() if k == "param"} for s in (start, expected))
+        )
+        > 1e-3
+    )

@@ -27,7 +27,9 @@ Whole = dict[str, Tensor]
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(7, 11), nn.LayerNorm(11), nn.Linear(11, 3), nn.Linear(3, 1, bias=False))
+    made = nn.Sequential(
+        nn.Linear(7, 11), nn.LayerNorm(11), nn.Linear(11, 3), nn.Linear(3, 1, bias=False)
+    )
     with torch.no_grad():
         made[1].weight.add_(0.1 * torch.randn(11))
     return made
@@ -36,7 +38,10 @@ def model() -> nn.Module:
 def gradients() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(7)
     return [
-        {n: 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in model().named_parameters()}
+        {
+            n: 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            for n, p in model().named_parameters()
+        }
         for _ in range(whole.STEPS)
     ]
 
@@ -48,7 +53,9 @@ def new_engine(name: str, stage: int, module: nn.Module, device: torch.device) -
 
 def step(engine: Engine, gradient: dict[str, Tensor]) -> None:
     shards = [
-        GradShard(p.name, p.offset, gradient[p.name].view(-1)[p.offset : p.offset + p.length].clone())
+        GradShard(
+            p.name, p.offset, gradient[p.name].view(-1)[p.offset : p.offset + p.length].clone()
+        )
         for p in engine.layout.owned_by(distributed.rank())
     ]
     engine.step(shards, lr=whole.LR)
@@ -56,18 +63,25 @@ def step(engine: Engine, gradient: dict[str, Tensor]) -> None:
 
 def gathered(average: WeightAverage) -> Whole:
     """ "kind|parameter" -> all coordinates, from every rank's pieces."""
-    mine = [(s.piece, {k: v.detach().cpu().clone() for k, v in s.tensors.items()}) for s in average.states()]
+    mine = [
+        (s.piece, {k: v.detach().cpu().clone() for k, v in s.tensors.items()})
+        for s in average.states()
+    ]
     shapes = {n: p.shape for n, p in model().named_parameters()}
     out: Whole = {}
     for pieces in distributed.gather_objects(mine):
         for piece, tensors in pieces:
             for kind, values in tensors.items():
-                flat = out.setdefault(f"{kind}|{piece.name}", torch.full((shapes[piece.name].numel(),), torch.nan))
+                flat = out.setdefault(
+                    f"{kind}|{piece.name}", torch.full((shapes[piece.name].numel(),), torch.nan)
+                )
                 flat[piece.offset : piece.offset + piece.length] = values
     return out
 
 
-def rank_save(device: torch.device, folder: Path, engines: list[tuple[str, int]]) -> dict[str, Whole]:
+def rank_save(
+    device: torch.device, folder: Path, engines: list[tuple[str, int]]
+) -> dict[str, Whole]:
     """Two steps under each engine, then a checkpoint; what was in memory."""
     found = {}
     for name, stage in engines:
@@ -100,7 +114,9 @@ def rank_load(device: torch.device, folder: Path, engines: list[tuple[str, int]]
             checkpoint.load_weights(module)
             engine = new_engine(name, stage, module, device)
             checkpoint.restore(engine, moments(SECTION))
-            found[f"{target.name} -> {name}-{stage}"] = gathered(WeightAverage(0.5).start(engine, checkpoint))
+            found[f"{target.name} -> {name}-{stage}"] = gathered(
+                WeightAverage(0.5).start(engine, checkpoint)
+            )
             step(engine, gradients()[2])  # and it can go on from there
             found[f"{target.name} -> {name}-{stage}, a step later"] = {
                 f"param|{s.piece.name}|{s.piece.offset}": s.tensors["param"].detach().cpu().clone()
@@ -125,12 +141,19 @@ def move(folder: Path, engines: list[tuple[str, int]], *worlds: tuple[int, int])
             assert state.keys() == before.keys()
             assert all(torch.equal(state[tensor], before[tensor]) for tensor in before), key
         # All engines take the third step from there to the same place as an uninterrupted float64 run.
-        exact = whole.reference("adamw", {n: p.detach() for n, p in model().named_parameters()}, gradients()[:3])
-        for key, state in ((key, state) for rank in results for key, state in rank.items() if "later" in key):
+        exact = whole.reference(
+            "adamw", {n: p.detach() for n, p in model().named_parameters()}, gradients()[:3]
+        )
+        for key, state in (
+            (key, state) for rank in results for key, state in rank.items() if "later" in key
+        ):
             for piece, values in state.items():
                 _, name, offset = piece.split("|")
                 expected = exact[name].view(-1)[int(offset) : int(offset) + values.numel()]
-                assert torch.allclose(values.view(-1).double(), expected, rtol=2e-5, atol=2e-6), (key, piece)
+                assert torch.allclose(values.view(-1).double(), expected, rtol=2e-5, atol=2e-6), (
+                    key,
+                    piece,
+                )
 
 
 def test_from_two_ranks_to_one(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from trainer.errors import ConfigError, HostError
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 
-without_cuda = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch is built with CUDA: it would be used")
+without_cuda = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason="torch is built with CUDA: it would be used"
+)
 
 
 @without_cuda
@@ -34,7 +36,9 @@ NO_GPU = HostError, r"no usable GPU on host \S+: look at nvidia-smi .*580.*DS_AC
         ("cuda", True, 2, ["cuda:0", "cuda:1"]),
         # A host without its GPU says so itself, and does not train for years on its CPU.
         *((name, True, 0, NO_GPU) for name in (None, "cuda")),
-        *(("cpu", True, number, ["cpu", "cpu"]) for number in (0, 2)),  # DeepSpeed computes there then, too
+        *(
+            ("cpu", True, number, ["cpu", "cpu"]) for number in (0, 2)
+        ),  # DeepSpeed computes there then, too
         (None, False, 0, ["cpu", "cpu"]),
         ("cuda", False, 0, (ConfigError, "install a build that has")),  # rank 0 speaks for all
         ("npu", True, 2, (ConfigError, "training runs on cuda or cpu")),
@@ -56,21 +60,36 @@ def test_the_device_of_a_rank(
             distributed.choose_device(0)
 
 
-def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_finds_the_gpu_and_the_accelerator_that_were_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where each rank of a host sees one GPU alone, the third rank's GPU is number 0, and DeepSpeed goes by LOCAL_RANK."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "DS_ACCELERATOR",
+    ):
         monkeypatch.setenv(name, "before")
     monkeypatch.delenv(NCCL := "TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "2")
     ranks = Ranks(rank=2, local_rank=2, world_size=4)
     distributed.export_ranks(ranks, torch.device("cuda", 0))
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "0", "cuda")
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == (
+        "2",
+        "0",
+        "cuda",
+    )
     assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0", (
         "DeepSpeed refuses a LOCAL_RANK that differs from Open MPI's"
     )
     distributed.export_ranks(ranks, torch.device("cpu"))
     assert (os.environ["LOCAL_RANK"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")
-    assert os.environ[NCCL] == "0", "the heartbeat names a dead rank, and ends ranks that stand still"
+    assert os.environ[NCCL] == "0", (
+        "the heartbeat names a dead rank, and ends ranks that stand still"
+    )
     monkeypatch.setenv(NCCL, "3")
     distributed.export_ranks(ranks, torch.device("cuda", 0))
     assert os.environ[NCCL] == "3", "what the user has set stays"
@@ -80,4 +99,6 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
     """By its UUID: each of them may call it number 0."""
     distributed.refuse_shared_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3")])
     with pytest.raises(ConfigError, match=r"ranks 1 and 3 have the same GPU \(GPU-2 of host a\)"):
-        distributed.refuse_shared_gpus([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3"), ("a", "GPU-2")])
+        distributed.refuse_shared_gpus(
+            [("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-3"), ("a", "GPU-2")]
+        )

@@ -44,15 +44,26 @@ NUM_EXAMPLES, MICRO_BATCH, MICRO_BATCHES = 7, 2, 4
 
 def fresh_captioner(after: Callable[[torch.nn.Module], None] | None = None) -> torch.nn.Module:
     config = captioner_config(
-        "pico", image_size=16, patch_size=8, vocab_size=37, num_tokens=7, encoder_width=16, encoder_depth=2,
-        encoder_num_heads=2, decoder_width=24, decoder_depth=1, decoder_num_heads=2,
-    )  # fmt: skip
+        "pico",
+        image_size=16,
+        patch_size=8,
+        vocab_size=37,
+        num_tokens=7,
+        encoder_width=16,
+        encoder_depth=2,
+        encoder_num_heads=2,
+        decoder_width=24,
+        decoder_depth=1,
+        decoder_num_heads=2,
+    )
     return build_captioner(config, generator=torch.Generator().manual_seed(3), after=after)
 
 
 def tiny_captioner(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     model = fresh_captioner()
-    with torch.no_grad():  # away from the initial zeros and ones, so that every parameter has a gradient of its own
+    with (
+        torch.no_grad()
+    ):  # away from the initial zeros and ones, so that every parameter has a gradient of its own
         generator = torch.Generator().manual_seed(4)
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
@@ -118,18 +129,30 @@ def a_mechanism(
     engine: Engine, clipped: ClippedSum, noise: NoiseSource, sigma: float, expected_batch_size: int
 ) -> Mechanism:
     request = PlanRequest(
-        num_examples=1000 * expected_batch_size, expected_batch_size=expected_batch_size, num_steps=100,
-        noise_multiplier=sigma, allow_small_noise=True,
-    )  # fmt: skip
+        num_examples=1000 * expected_batch_size,
+        expected_batch_size=expected_batch_size,
+        num_steps=100,
+        noise_multiplier=sigma,
+        allow_small_noise=True,
+    )
     return Mechanism(
-        plan=make_plan(request), clipped=clipped, engine=engine, task=engine.module, ledger=NoLedger(), noise=noise,
-        learning_rate=lambda step: OPTIMIZER.peak_lr, note_charge=lambda step: None,
-    )  # fmt: skip
+        plan=make_plan(request),
+        clipped=clipped,
+        engine=engine,
+        task=engine.module,
+        ledger=NoLedger(),
+        noise=noise,
+        learning_rate=lambda step: OPTIMIZER.peak_lr,
+        note_charge=lambda step: None,
+    )
 
 
 def machine_settings(stage: int, **more: Any) -> MachineSettings:
     """A ds_config with every parameter sharded, small ones included; `more` goes into zero_optimization or next to it."""
-    zero: dict[str, Any] = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+    }
     zero |= {key: more.pop(key) for key in list(more) if key in ZERO_KEYS}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": zero, **more}, file)
@@ -138,7 +161,9 @@ def machine_settings(stage: int, **more: Any) -> MachineSettings:
 
 
 def build(device: torch.device, name: str, stage: int, **more: Any) -> Any:
-    return build_engine(name, tiny_captioner(), OPTIMIZER, machine_settings(stage, **more), device, MICRO_BATCH)  # type: ignore[arg-type]
+    return build_engine(
+        name, tiny_captioner(), OPTIMIZER, machine_settings(stage, **more), device, MICRO_BATCH
+    )  # type: ignore[arg-type]
 
 
 def whole_parameters(engine: Any, kind: str = "param") -> dict[str, Tensor]:
@@ -155,7 +180,9 @@ Case = tuple[tuple[str, int], tuple[int, ...]]
 """An engine, and how many examples each rank has."""
 
 
-def rank_clipped_sums(device: torch.device, cases: list[Case], c: float) -> dict[Case, dict[str, Tensor]]:
+def rank_clipped_sums(
+    device: torch.device, cases: list[Case], c: float
+) -> dict[Case, dict[str, Tensor]]:
     found = {}
     for case in cases:
         engine = build(device, *case[0])
@@ -179,7 +206,10 @@ def test_clipped_sums_are_as_good_as_a_float32_loop(engines: list[tuple[str, int
     cases = list(itertools.product(engines, DEALS))
     ranks = run_ranks(f"{__name__}:rank_clipped_sums", 2, cases=cases, c=c)
     for case in cases:
-        found = {n: torch.full((p.numel(),), torch.nan, dtype=torch.float64) for n, p in model.named_parameters()}
+        found = {
+            n: torch.full((p.numel(),), torch.nan, dtype=torch.float64)
+            for n, p in model.named_parameters()
+        }
         for key, values in (item for rank in ranks for item in rank[case].items()):
             parameter, offset = key.split("|")
             found[parameter][int(offset) : int(offset) + len(values)] = values
@@ -194,20 +224,29 @@ def rank_three_steps(
     found = {}
     for name, stage in engines:
         engine = build(device, name, stage)
-        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0, self_check=False)
+        clipped = ClippedSum(
+            engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0, self_check=False
+        )
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         for step in (1, 2, 3):
             train_step(run, step, iter(micro_batches(pairs(), counts)))
         is_whole = (name, stage) != ("deepspeed", 3)
-        raw = {n: p.detach().clone() for n, p in engine.module.named_parameters()} if is_whole else None
+        raw = (
+            {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+            if is_whole
+            else None
+        )
         found[name, stage] = whole_parameters(engine), raw
     return found
 
 
 @pytest.mark.parametrize(
-    ("engines", "counts"), [(ENGINES[:1], (7,)), pytest.param(ENGINES, (5, 2), marks=pytest.mark.full)]
+    ("engines", "counts"),
+    [(ENGINES[:1], (7,)), pytest.param(ENGINES, (5, 2), marks=pytest.mark.full)],
 )
-def test_without_noise_and_clipping_it_is_ordinary_training(engines: list[tuple[str, int]], counts: Any) -> None:
+def test_without_noise_and_clipping_it_is_ordinary_training(
+    engines: list[tuple[str, int]], counts: Any
+) -> None:
     """By `local`; test_parity.py compares the others with that."""
     model, inputs = tiny_captioner(), pairs()
     groups = parameter_groups(
@@ -223,14 +262,18 @@ def test_without_noise_and_clipping_it_is_ordinary_training(engines: list[tuple[
     for engine in engines:
         (weights, raw), *others = (rank[engine] for rank in ranks)
         assert oracle.relative_error(weights, expected) < 1e-5, engine
-        assert raw is None or all(torch.equal(raw[n], other[n]) for _, other in others for n in expected), engine
+        assert raw is None or all(
+            torch.equal(raw[n], other[n]) for _, other in others for n in expected
+        ), engine
 
 
 CPU = {"device": "cpu"}
 
 
 def clipped_steps(engine: Engine, num_steps: int) -> dict[str, Tensor]:
-    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0, self_check=False)
+    clipped = ClippedSum(
+        engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0, self_check=False
+    )
     run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in range(1, num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
@@ -274,10 +317,15 @@ def rank_understands_otherwise(device: torch.device) -> dict[str, str]:
 def test_contract_14_an_engine_that_understood_something_else_is_refused() -> None:
     """First of all gradient clipping, which would clip the noised sum; DeepSpeed's default became 1.0 in 0.19.3."""
     (found,) = run_ranks(f"{__name__}:rank_understands_otherwise", 1)
-    assert found["gradient_clipping"] == "DeepSpeed runs with gradient_clipping = 1.0, but 0.0 was asked for"
+    assert (
+        found["gradient_clipping"]
+        == "DeepSpeed runs with gradient_clipping = 1.0, but 0.0 was asked for"
+    )
     assert set(found) == set(READERS)
     for name, value in READERS.items():
-        assert re.fullmatch(rf"DeepSpeed runs with \S+ = {value}, but \S+ was asked for", found[name]), found[name]
+        assert re.fullmatch(
+            rf"DeepSpeed runs with \S+ = {value}, but \S+ was asked for", found[name]
+        ), found[name]
 
 
 def rank_zero_init(device: torch.device) -> dict[str, Any]:
@@ -291,23 +339,37 @@ def rank_zero_init(device: torch.device) -> dict[str, Any]:
         most[0] = max(most[0], sum(p.numel() for p in model[0].parameters() if not p.is_meta))
         shard(module)
 
-    engine = build_engine("deepspeed", fresh_captioner(after), OPTIMIZER, machine, device, MICRO_BATCH)
+    engine = build_engine(
+        "deepspeed", fresh_captioner(after), OPTIMIZER, machine, device, MICRO_BATCH
+    )
     initial, num_steps = whole_parameters(engine), 2
     trained = clipped_steps(engine, num_steps)
     state = {s.piece: {k: v.clone() for k, v in s.tensors.items()} for s in engine.state()}
-    again = build_engine("deepspeed", fresh_captioner(sharder("deepspeed", machine, device, MICRO_BATCH)), OPTIMIZER,
-                         machine, device, MICRO_BATCH)  # fmt: skip
+    again = build_engine(
+        "deepspeed",
+        fresh_captioner(sharder("deepspeed", machine, device, MICRO_BATCH)),
+        OPTIMIZER,
+        machine,
+        device,
+        MICRO_BATCH,
+    )
     again.load_state(state, num_steps=num_steps)
     inputs = pairs()
     with torch.no_grad():
         losses = [e.module(**inputs) for e in (engine, again)]
     return {
-        "most": most[0], "initial": initial, "trained": trained, "losses": losses,
+        "most": most[0],
+        "initial": initial,
+        "trained": trained,
+        "losses": losses,
         "continued": [clipped_steps(e, 1) for e in (engine, again)],
         "whole": clipped_steps(
-            build_engine("deepspeed", fresh_captioner(), OPTIMIZER, machine_settings(3), device, MICRO_BATCH), num_steps
+            build_engine(
+                "deepspeed", fresh_captioner(), OPTIMIZER, machine_settings(3), device, MICRO_BATCH
+            ),
+            num_steps,
         ),
-    }  # fmt: skip
+    }
 
 
 def test_zero_init_builds_the_same_model_in_shards_and_resumes_from_pieces() -> None:

@@ -23,7 +23,7 @@ from privacy.noise import SystemNoise
 from privacy.step.step import train_step
 from tests import fake_gpu
 from tests.distributed.ranks import free_port, quiet_environment, rank_environment
-from tests.distributed.test_engines import (  # fmt: skip
+from tests.distributed.test_engines import (
     MICRO_BATCH,
     OPTIMIZER,
     a_mechanism,
@@ -38,7 +38,12 @@ from tests.processes import Forked, kill_group, run_python
 from trainer.engines import build_engine
 
 AT_ITS_END = {
-    ("step", "wait", "copy to the GPU", "privacy/noise.py:SystemNoise.rounded_normal"),  # exact noise, drawn on the CPU
+    (
+        "step",
+        "wait",
+        "copy to the GPU",
+        "privacy/noise.py:SystemNoise.rounded_normal",
+    ),  # exact noise, drawn on the CPU
     ("step", "wait", "synchronize", "privacy/step/clock.py:Laps.end"),
     ("step", "wait", "_local_scalar_dense", "privacy/step/step.py:_norm"),
     ("step", "wait", "copy to the CPU", "privacy/step/step.py:_record.<locals>.<listcomp>"),
@@ -50,9 +55,16 @@ ENGINES = {
     # DeepSpeed's own norm and overflow check
     "deepspeed": {
         ("step", "wait", operation, "trainer/engines/deepspeed.py:DeepSpeedEngine.step")
-        for operation in ("synchronize", "_local_scalar_dense", "copy to the GPU", "copy to the CPU")
+        for operation in (
+            "synchronize",
+            "_local_scalar_dense",
+            "copy to the GPU",
+            "copy to the CPU",
+        )
     },
-    "fairscale": {("step", "wait", "synchronize", "trainer/engines/fairscale.py:FairscaleEngine.step")},
+    "fairscale": {
+        ("step", "wait", "synchronize", "trainer/engines/fairscale.py:FairscaleEngine.step")
+    },
     # the step is taken on the CPU where the weights are
     "fsdp": {("step", "wait", "copy to the CPU", "privacy/step/row_shards.py:RowShards.exchange")},
 }
@@ -71,7 +83,11 @@ MISTAKES = [
 
 
 def read(notes: Path) -> set[tuple[str, ...]]:
-    return {tuple(line.split("\t")) for line in notes.read_text().splitlines()} if notes.exists() else set()
+    return (
+        {tuple(line.split("\t")) for line in notes.read_text().splitlines()}
+        if notes.exists()
+        else set()
+    )
 
 
 def notes_file() -> Path:
@@ -108,11 +124,15 @@ class FromTheCpu(SystemNoise):
 
 def step_with(wrong: str) -> str | None:
     """One step of two micro-batches or more, with a mistake or none; returns what stopped it."""
-    engine = build_engine("local", tiny_captioner(), OPTIMIZER, machine_settings(1), fake_gpu.CUDA, MICRO_BATCH)
+    engine = build_engine(
+        "local", tiny_captioner(), OPTIMIZER, machine_settings(1), fake_gpu.CUDA, MICRO_BATCH
+    )
     clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False)
     run = a_mechanism(engine, clipped, FromTheCpu() if "noise" in wrong else SystemNoise(), 4.0, 7)
     tasks: dict[str, Callable[..., Tensor]] = {
-        "a number is read": lambda **inputs: engine.module(**inputs) * (engine.module(**inputs).sum().item() * 0 + 1),
+        "a number is read": lambda **inputs: (
+            engine.module(**inputs) * (engine.module(**inputs).sum().item() * 0 + 1)
+        ),
         "a mask selects": lambda **inputs: (
             inputs["images_BCHW"][inputs["images_BCHW"] > 0].sum() * 0 + engine.module(**inputs)
         ),
@@ -122,7 +142,10 @@ def step_with(wrong: str) -> str | None:
     batches = micro_batches(pairs(), (7,))
     if wrong != "unpinned":
         batches = [
-            Batch({name: x.pin_memory() for name, x in b.inputs.items()}, b.is_padding_B.pin_memory()) for b in batches
+            Batch(
+                {name: x.pin_memory() for name, x in b.inputs.items()}, b.is_padding_B.pin_memory()
+            )
+            for b in batches
         ]
     try:
         train_step(run, 1, iter(batches))
@@ -134,7 +157,10 @@ def step_with(wrong: str) -> str | None:
 def main() -> None:
     """Prints what came of each as JSON."""
     fake_gpu.install()
-    found: dict[str, Any] = {"loop on the CPU": loop(torch.device("cpu")), "loop": loop(fake_gpu.CUDA)}
+    found: dict[str, Any] = {
+        "loop on the CPU": loop(torch.device("cpu")),
+        "loop": loop(fake_gpu.CUDA),
+    }
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     for wrong, *_ in MISTAKES:
         notes_file().unlink(missing_ok=True)
@@ -155,7 +181,12 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_loop_of_ones_own_on_a_gpu(walk: dict[str, Any]) -> None:
     """Two starts with a checkpoint between them: the CPU's weights, and no micro-batch waits."""
     assert walk["loop"]["weights"] == pytest.approx(walk["loop on the CPU"]["weights"], rel=1e-5)
-    of_weights = ("step", "wait", "copy to the CPU", "privacy/loop/weights.py:fingerprint.<locals>.<listcomp>")
+    of_weights = (
+        "step",
+        "wait",
+        "copy to the CPU",
+        "privacy/loop/weights.py:fingerprint.<locals>.<listcomp>",
+    )
     assert {tuple(note) for note in walk["loop"]["notes"]} - AT_ITS_END <= {of_weights}
 
 
@@ -169,19 +200,30 @@ def test_a_mistake_is_found(
     assert {note[:3] for note in notes} == ({noted} if noted is not None else set()), notes
 
 
-def run(folder: Path, engine: str, ds_config: str, world_size: int, device: str) -> tuple[dict[str, Tensor], Path]:
+def run(
+    folder: Path, engine: str, ds_config: str, world_size: int, device: str
+) -> tuple[dict[str, Tensor], Path]:
     """Two steps of the tiny recipe with held-out losses and checkpoints; returns the weights at the end, and the notes."""
     run_dir, log, notes, port = folder / "run", folder / "log", folder / "notes", str(free_port())
     folder.mkdir()
     notes.touch()
     settings = ["train.num_steps=2", "heldout.num_captions=1", "heldout.num_examples=4"]
-    arguments = train_arguments(run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}.json")
-    more = {"FAKE_GPU_NOTES": str(notes), "DS_ACCELERATOR": device, "LOCAL_RANK": "0"}  # each rank sees one GPU alone
+    arguments = train_arguments(
+        run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}.json"
+    )
+    more = {
+        "FAKE_GPU_NOTES": str(notes),
+        "DS_ACCELERATOR": device,
+        "LOCAL_RANK": "0",
+    }  # each rank sees one GPU alone
     ranks = [
-        Forked([PLANTED, "repeatable", *arguments], stdout=log,
-               env=rank_environment(rank, world_size, port) | more)
+        Forked(
+            [PLANTED, "repeatable", *arguments],
+            stdout=log,
+            env=rank_environment(rank, world_size, port) | more,
+        )
         for rank in range(world_size)
-    ]  # fmt: skip
+    ]
     try:
         assert [rank.wait(280) for rank in ranks] == [0] * world_size, log.read_text()[-4000:]
     finally:
@@ -217,7 +259,10 @@ def test_a_run_on_a_gpu(
     """A start, two steps, held-out losses and checkpoints: no micro-batch waits, and one rank gets the CPU's weights."""
     weights, notes = run(tmp_path / "gpu", engine, ds_config, world_size, "cuda")
     noted = read(notes) - AT_ITS_END - ENGINES.get(engine, set())
-    if (engine, ds_config) == ("deepspeed", "zero3_offload"):  # it fetches each layer's weights by a copy that waits
+    if (engine, ds_config) == (
+        "deepspeed",
+        "zero3_offload",
+    ):  # it fetches each layer's weights by a copy that waits
         noted = {note for note in noted if note[:3] != ("micro-batch", "wait", "copy to the GPU")}
     assert noted == set()
     if world_size == 1:
@@ -233,17 +278,40 @@ def test_a_run_on_a_gpu(
 def test_the_start_of_a_published_recipe_on_a_gpu(tmp_path: Path, recipe: str) -> None:
     """Everything that a start can be refused for, at the recipe's own model and precision; only data and plan are small."""
     smaller = [
-        "data.shards=data/demo/train-*.tar", "data.num_examples=3000", "init.parts=none", "privacy.expected_batch_size=16",
-        "privacy.target_delta=1e-4", "train.num_steps=2", "train.micro_batch_size=4", "schedule.warmup_steps=1",
-    ]  # fmt: skip
+        "data.shards=data/demo/train-*.tar",
+        "data.num_examples=3000",
+        "init.parts=none",
+        "privacy.expected_batch_size=16",
+        "privacy.target_delta=1e-4",
+        "train.num_steps=2",
+        "train.micro_batch_size=4",
+        "schedule.warmup_steps=1",
+    ]
     command = [
-        PLANTED, "repeatable", "--dry_run", "--engine", "local", "--ds_config", "ds_configs/zero1_bf16.json",
-        "--recipe", f"recipes/{recipe}.toml", "--run_dir", str(tmp_path / "run"), *smaller,
-    ]  # fmt: skip
-    device = {"FAKE_GPU_NOTES": str(tmp_path / "notes"), "DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"}
+        PLANTED,
+        "repeatable",
+        "--dry_run",
+        "--engine",
+        "local",
+        "--ds_config",
+        "ds_configs/zero1_bf16.json",
+        "--recipe",
+        f"recipes/{recipe}.toml",
+        "--run_dir",
+        str(tmp_path / "run"),
+        *smaller,
+    ]
+    device = {
+        "FAKE_GPU_NOTES": str(tmp_path / "notes"),
+        "DS_ACCELERATOR": "cuda",
+        "LOCAL_RANK": "0",
+    }
     done = run_python(command, timeout=3000, env=rank_environment(0, 1, str(free_port())) | device)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "cuda (NVIDIA H100 80GB HBM3), bfloat16" in done.stdout and "clipping mode bookkeeping" in done.stdout
+    assert (
+        "cuda (NVIDIA H100 80GB HBM3), bfloat16" in done.stdout
+        and "clipping mode bookkeeping" in done.stdout
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from trainer.errors import ConfigError
 
 NUM_BLOCKS, NUM_MICRO_BATCHES = 3, 4
 GATHERS = {
-    "fsdp": NUM_MICRO_BATCHES * (2 * NUM_BLOCKS + 1),  # blocks for forward and backward, the rest once
+    "fsdp": NUM_MICRO_BATCHES
+    * (2 * NUM_BLOCKS + 1),  # blocks for forward and backward, the rest once
     "fsdp gathered": NUM_BLOCKS + 1,
 }
 
@@ -47,7 +48,11 @@ def raw_shards(engine: Engine) -> dict[str, Tensor]:
 
 def a_noisy_step(engine: Engine, step: int) -> None:
     run = a_mechanism(
-        engine, ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False), SystemNoise(), 1.0, 7
+        engine,
+        ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False),
+        SystemNoise(),
+        1.0,
+        7,
     )
     train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
 
@@ -68,7 +73,10 @@ def _replicas(device: torch.device) -> list[dict[str, Tensor]]:
     a_noisy_step(engine, 1)
     stepped = raw_shards(engine)
     owned = engine.layout.owned_by(collectives.rank())
-    values = {kind: torch.Generator().manual_seed(i) for i, kind in enumerate(("param", "exp_avg", "exp_avg_sq"))}
+    values = {
+        kind: torch.Generator().manual_seed(i)
+        for i, kind in enumerate(("param", "exp_avg", "exp_avg_sq"))
+    }
     whole = {
         (kind, name): torch.rand(shape.numel(), generator=generator)
         for kind, generator in values.items()
@@ -78,16 +86,23 @@ def _replicas(device: torch.device) -> list[dict[str, Tensor]]:
     def part(kind: str, piece: Piece) -> Tensor:
         return whole[kind, piece.name][piece.offset : piece.offset + piece.length]
 
-    engine.load_state({piece: {kind: part(kind, piece) for kind in values} for piece in owned}, num_steps=1)
+    engine.load_state(
+        {piece: {kind: part(kind, piece) for kind in values} for piece in owned}, num_steps=1
+    )
     state = {kind: whole_parameters(engine, kind) for kind in values}
-    assert all(torch.equal(state[kind][name].view(-1), expected) for (kind, name), expected in whole.items())
+    assert all(
+        torch.equal(state[kind][name].view(-1), expected)
+        for (kind, name), expected in whole.items()
+    )
     loaded = raw_shards(engine)
     assert all(torch.equal(loaded[name].view(-1), whole["param", name]) for name in loaded)
     a_noisy_step(engine, 2)
     return [stepped, loaded, raw_shards(engine)]
 
 
-def test_contract_7_replicas_take_the_noise_from_its_owner(two_ranks: list[tuple[Any, Any]]) -> None:
+def test_contract_7_replicas_take_the_noise_from_its_owner(
+    two_ranks: list[tuple[Any, Any]],
+) -> None:
     (first, _), (second, _) = two_ranks
     start = {name: p.detach() for name, p in tiny_captioner().named_parameters()}
     for mine, others in zip(first, second, strict=True):
@@ -109,7 +124,9 @@ def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dic
     whole = {"before": gathered_units(wrapped.module)}
     a_noisy_step(wrapped, 1)
     whole["after"] = gathered_units(wrapped.module)
-    with torch.no_grad():  # a held-out batch in between must not leave outdated weights for the next step
+    with (
+        torch.no_grad()
+    ):  # a held-out batch in between must not leave outdated weights for the next step
         wrapped.module(**pairs(2))
     a_noisy_step(wrapped, 2)
     raw_shards(wrapped)
@@ -126,7 +143,9 @@ def test_weights_are_gathered_and_no_gradient_is_reduced(two_ranks: list[tuple[A
     for _, found in two_ranks:
         for engine, (counted, whole) in zip(GATHERS, found, strict=True):
             assert sum(counted.values()) == GATHERS[engine], counted
-            assert all("gather" in operation and "scatter" not in operation for operation in counted)
+            assert all(
+                "gather" in operation and "scatter" not in operation for operation in counted
+            )
             assert whole == {"before": 0 if engine == "fsdp" else NUM_BLOCKS + 1, "after": 0}
 
 
@@ -137,14 +156,46 @@ PARTITION = "zero_optimization.zero_hpz_partition_size"
     ("engine", "stage", "key", "value", "said"),
     [
         ("fsdp", 3, "zero_hpz_partition_size", 2, f"{PARTITION} 2 must divide the 1 ranks"),
-        ("deepspeed", 3, "zero_hpz_partition_size", 1, f"{PARTITION} (groups of ranks that each hold the whole model)"),
-        ("local", 1, "zero_hpz_partition_size", 1, f"{PARTITION} (groups of ranks that each hold the whole model)"),
-        ("fairscale", 1, "zero_hpz_partition_size", 1, f"{PARTITION} (groups of ranks that each hold the whole model)"),
+        (
+            "deepspeed",
+            3,
+            "zero_hpz_partition_size",
+            1,
+            f"{PARTITION} (groups of ranks that each hold the whole model)",
+        ),
+        (
+            "local",
+            1,
+            "zero_hpz_partition_size",
+            1,
+            f"{PARTITION} (groups of ranks that each hold the whole model)",
+        ),
+        (
+            "fairscale",
+            1,
+            "zero_hpz_partition_size",
+            1,
+            f"{PARTITION} (groups of ranks that each hold the whole model)",
+        ),
         ("fsdp", 2, "offload_optimizer", CPU, "zero_optimization.offload_optimizer: FSDP2 keeps"),
-        ("fairscale", 2, "offload_optimizer", CPU, "zero_optimization.offload_optimizer: --engine fairscale cannot"),
-        ("fairscale", 3, "stage3_param_persistence_threshold", 0, "zero_optimization.stage 3 is refused"),
+        (
+            "fairscale",
+            2,
+            "offload_optimizer",
+            CPU,
+            "zero_optimization.offload_optimizer: --engine fairscale cannot",
+        ),
+        (
+            "fairscale",
+            3,
+            "stage3_param_persistence_threshold",
+            0,
+            "zero_optimization.stage 3 is refused",
+        ),
     ],
 )
-def test_what_an_engine_cannot_honour_is_refused(engine: Any, stage: int, key: str, value: Any, said: str) -> None:
+def test_what_an_engine_cannot_honour_is_refused(
+    engine: Any, stage: int, key: str, value: Any, said: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^ds_config .*{re.escape(said)}"):
         require_supported(engine, machine_settings(stage, **{key: value}), 1)

@@ -39,15 +39,28 @@ Case = tuple[str, str]
 FROZEN = ("last_layer", "adapters")
 BUILT_IN_SHARDS = {"zero3 from the start": ("deepspeed", 3, {"zero_init": True})}
 REDUCED = [(engine, mode) for engine in ("local", "zero3") for mode in ("tied", "adapters")]
-ALL = [(engine, mode) for engine in ENGINES for mode in ("tied", *FROZEN)] + [(*BUILT_IN_SHARDS, "tied")]
+ALL = [(engine, mode) for engine in ENGINES for mode in ("tied", *FROZEN)] + [
+    (*BUILT_IN_SHARDS, "tied")
+]
 TIED, EMBEDDING = "decoder.head.weight", "decoder.token_embedding.weight"
 
 
 def tied_captioner(after: Callable[[nn.Module], None] | None = None) -> Any:
     config = captioner_config(
-        "pico", image_size=16, patch_size=8, vocab_size=37, num_tokens=7, encoder_width=16, encoder_depth=1,
-        encoder_num_heads=2, decoder_width=24, decoder_depth=1, decoder_num_heads=2, tied_head=True, parallel_share=0.5,
-    )  # fmt: skip
+        "pico",
+        image_size=16,
+        patch_size=8,
+        vocab_size=37,
+        num_tokens=7,
+        encoder_width=16,
+        encoder_depth=1,
+        encoder_num_heads=2,
+        decoder_width=24,
+        decoder_depth=1,
+        decoder_num_heads=2,
+        tied_head=True,
+        parallel_share=0.5,
+    )
     return build_captioner(config, generator=torch.Generator().manual_seed(3), after=after)
 
 
@@ -57,7 +70,10 @@ def labelled(count: int = NUM_EXAMPLES) -> dict[str, Tensor]:
 
 
 def rank_steps(device: torch.device, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    return [_tied_steps(device, engine) if mode == "tied" else _steps(device, engine, mode) for engine, mode in cases]
+    return [
+        _tied_steps(device, engine) if mode == "tied" else _steps(device, engine, mode)
+        for engine, mode in cases
+    ]
 
 
 def _tied_steps(device: torch.device, engine_name: str) -> dict[str, Any]:
@@ -68,7 +84,9 @@ def _tied_steps(device: torch.device, engine_name: str) -> dict[str, Any]:
     assert engine.module.decoder.head.weight is engine.module.decoder.token_embedding.weight
     assert EMBEDDING in engine.shapes and TIED not in engine.shapes
     mode: Any = "two_pass" if stage == 3 else "bookkeeping"
-    clipped = ClippedSum(engine.module, 0.5, shapes=engine.shapes, mode=mode, device=engine.device, self_check=False)
+    clipped = ClippedSum(
+        engine.module, 0.5, shapes=engine.shapes, mode=mode, device=engine.device, self_check=False
+    )
     run = a_mechanism(engine, clipped, NamedNoise(engine), 0.5, NUM_EXAMPLES)
     examples = {**pairs(), "is_parallel_B": torch.arange(NUM_EXAMPLES) % 3 == 0}
     for step, counts in enumerate([(5, 2), (7, 0)], start=1):
@@ -80,7 +98,9 @@ def _steps(device: torch.device, engine_name: str, mode: str) -> dict[str, Any]:
     """Three noised steps, with a held-out batch between them as training has."""
     name, stage, settings = ENGINES[engine_name]
     machine = machine_settings(stage, **settings)
-    engine = build_engine(name, tiny_classifier(trainable=mode), OPTIMIZER, machine, device, MICRO_BATCH)  # type: ignore[arg-type]
+    engine = build_engine(
+        name, tiny_classifier(trainable=mode), OPTIMIZER, machine, device, MICRO_BATCH
+    )  # type: ignore[arg-type]
     clipped = ClippedSum(
         engine.module,
         1.0,
@@ -100,16 +120,24 @@ def _steps(device: torch.device, engine_name: str, mode: str) -> dict[str, Any]:
     frozen = {}
     for parameter_name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            with deepspeed.zero.GatheredParameters(
+                [parameter], enabled=hasattr(parameter, "ds_id")
+            ):
                 whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 frozen[parameter_name] = whole.detach().clone()
     return {"trained": whole_parameters(engine), "frozen": frozen, "logits": logits.clone()}
 
 
-@pytest.fixture(scope="module", params=[REDUCED, pytest.param(ALL, marks=pytest.mark.full)], ids=["reduced", "all"])
+@pytest.fixture(
+    scope="module",
+    params=[REDUCED, pytest.param(ALL, marks=pytest.mark.full)],
+    ids=["reduced", "all"],
+)
 def found(request: pytest.FixtureRequest, sums_products_in_all: None) -> dict[Case, dict[str, Any]]:
     cases = request.param
-    return dict(zip(cases, run_ranks(f"{__name__}:rank_steps", 2, timeout=600, cases=cases)[0], strict=True))
+    return dict(
+        zip(cases, run_ranks(f"{__name__}:rank_steps", 2, timeout=600, cases=cases)[0], strict=True)
+    )
 
 
 @pytest.mark.timeout(900)
@@ -124,22 +152,35 @@ def test_a_tied_head_takes_the_steps_of_local(found: dict[Case, dict[str, Any]])
 
 
 @pytest.mark.timeout(900)
-def test_frozen_weights_stay_and_the_others_take_the_steps_of_local(found: dict[Case, dict[str, Any]]) -> None:
+def test_frozen_weights_stay_and_the_others_take_the_steps_of_local(
+    found: dict[Case, dict[str, Any]],
+) -> None:
     for (engine, mode), result in found.items():
         if mode == "tied":
             continue
         start = dict(tiny_classifier(trainable=mode).named_parameters())
         frozen = {name for name, p in start.items() if not p.requires_grad}
-        assert len(frozen) > 20 and set(result["frozen"]) == frozen and set(result["trained"]) == set(start) - frozen, (
+        assert (
+            len(frozen) > 20
+            and set(result["frozen"]) == frozen
+            and set(result["trained"]) == set(start) - frozen
+        ), engine
+        assert all(torch.equal(result["frozen"][name], start[name].detach()) for name in frozen), (
             engine
         )
-        assert all(torch.equal(result["frozen"][name], start[name].detach()) for name in frozen), engine
         reference = found["local", mode]
-        assert oracle.relative_error(result["trained"], {n: start[n].detach() for n in result["trained"]}) > 1e-3
+        assert (
+            oracle.relative_error(
+                result["trained"], {n: start[n].detach() for n in result["trained"]}
+            )
+            > 1e-3
+        )
         assert oracle.relative_error(result["trained"], reference["trained"]) < 1e-5, (engine, mode)
         assert torch.allclose(result["logits"], reference["logits"], atol=1e-4), (engine, mode)
         rebuilt = tiny_classifier(trainable=mode)
         rebuilt.load_state_dict({**result["trained"], **result["frozen"]})
         with torch.no_grad():
             logits = rebuilt(labelled()["images_BCHW"], output="logits")
-        assert torch.allclose(logits, result["logits"], atol=1e-4), "no engine computes with outdated weights"
+        assert torch.allclose(logits, result["logits"], atol=1e-4), (
+            "no engine computes with outdated weights"
+        )

@@ -36,7 +36,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         made.hosts["node1"].start_sshd()
         made.hosts["node2"].start_sshd()
         (made.folder / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
-        (made.folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in HERE.items()))
+        (made.folder / "deepspeed_env").write_text(
+            "".join(f"{name}={value}\n" for name, value in HERE.items())
+        )
         yield made
 
 
@@ -67,7 +69,9 @@ Ended = subprocess.CompletedProcess[str]
 def pdsh(hosts: Network, run_dir: Path) -> Ended:
     needs("pdsh")
     command = ["deepspeed", "--hostfile", str(hosts.folder / "hostfile"), TRAIN, *tiny(run_dir)]
-    return hosts.hosts["node1"].run(command, timeout=WITHIN, DS_ENV_FILE=str(hosts.folder / "deepspeed_env"))
+    return hosts.hosts["node1"].run(
+        command, timeout=WITHIN, DS_ENV_FILE=str(hosts.folder / "deepspeed_env")
+    )
 
 
 def openmpi(hosts: Network, run_dir: Path) -> Ended:
@@ -82,15 +86,30 @@ def openmpi(hosts: Network, run_dir: Path) -> Ended:
 
 def mpich(hosts: Network, run_dir: Path) -> Ended:
     """The wheel's mpirun, which carries the whole environment to the other host."""
-    command = [str(BIN / "mpirun"), "-n", "2", "-ppn", "1", "-hosts", "node1,node2", sys.executable, "-u", TRAIN]
-    return hosts.hosts["node1"].run([*command, *tiny(run_dir)], timeout=WITHIN, MASTER_ADDR="node1", **HERE)
+    command = [
+        str(BIN / "mpirun"),
+        "-n",
+        "2",
+        "-ppn",
+        "1",
+        "-hosts",
+        "node1,node2",
+        sys.executable,
+        "-u",
+        TRAIN,
+    ]
+    return hosts.hosts["node1"].run(
+        [*command, *tiny(run_dir)], timeout=WITHIN, MASTER_ADDR="node1", **HERE
+    )
 
 
 def torchrun(hosts: Network, run_dir: Path) -> Ended:
     """One agent on each host, started alike."""
     command = ["launch_scripts/cluster/torchrun.sh", *tiny(run_dir)]
     wanted = {"HEAD": "node1", "NNODES": "2", "GPUS": "1", **HERE}
-    other = hosts.hosts["node2"].popen(command, output=hosts.folder / "torchrun-node2.log", **wanted)
+    other = hosts.hosts["node2"].popen(
+        command, output=hosts.folder / "torchrun-node2.log", **wanted
+    )
     try:
         result = hosts.hosts["node1"].run(command, timeout=WITHIN, **wanted)
         assert other.wait(timeout=60) == result.returncode
@@ -106,7 +125,9 @@ def torchrun(hosts: Network, run_dir: Path) -> Ended:
         *(pytest.param(one, marks=pytest.mark.cluster) for one in (openmpi, mpich, torchrun)),
     ],
 )
-def test_a_run_on_two_hosts(hosts: Network, tmp_path: Path, launcher: Callable[[Network, Path], Ended]) -> None:
+def test_a_run_on_two_hosts(
+    hosts: Network, tmp_path: Path, launcher: Callable[[Network, Path], Ended]
+) -> None:
     result = launcher(hosts, tmp_path / "run")
     check(tmp_path / "run", result.stdout, result.returncode)
 
@@ -115,10 +136,19 @@ def test_a_run_on_two_hosts(hosts: Network, tmp_path: Path, launcher: Callable[[
 def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path) -> None:
     """The launcher needs a hostfile to see more than this machine; srun chooses the nodes."""
     command = [
-        *("deepspeed", "--hostfile", str(hosts.folder / "hostfile"), "--launcher", "slurm", "--no_ssh_check"),
+        *(
+            "deepspeed",
+            "--hostfile",
+            str(hosts.folder / "hostfile"),
+            "--launcher",
+            "slurm",
+            "--no_ssh_check",
+        ),
         *("--master_addr", "node1", "--launcher_args=-N2", TRAIN, *tiny(tmp_path / "run")),
     ]
-    result = slurm.head.run(command, timeout=WITHIN, SLURM_CONF=str(slurm.folder / "slurm.conf"), **HERE)
+    result = slurm.head.run(
+        command, timeout=WITHIN, SLURM_CONF=str(slurm.folder / "slurm.conf"), **HERE
+    )
     check(tmp_path / "run", result.stdout, result.returncode)
 
 
@@ -126,9 +156,15 @@ def test_deepspeed_with_slurm(hosts: Network, slurm: Slurm, tmp_path: Path) -> N
 def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path) -> None:
     """The shipped batch script; the sampling key stays in its file."""
     log, run_dir = tmp_path / "job.log", tmp_path / "run"
-    number = slurm.submit("-N2", f"--output={log}", "launch_scripts/cluster/slurm.sbatch", *tiny(run_dir))
+    number = slurm.submit(
+        "-N2", f"--output={log}", "launch_scripts/cluster/slurm.sbatch", *tiny(run_dir)
+    )
     key = run_dir / "private" / "sampling.key"
-    wait_until(lambda: (log.exists() and slurm.has_ended(number)) or key.exists(), "the run's key", within=WITHIN)
+    wait_until(
+        lambda: (log.exists() and slurm.has_ended(number)) or key.exists(),
+        "the run's key",
+        within=WITHIN,
+    )
     environments = slurm.environments()
     wait_until(lambda: slurm.has_ended(number), "the end of the job", within=WITHIN)
     said = log.read_text()
@@ -136,9 +172,13 @@ def test_sbatch_with_srun(slurm: Slurm, tmp_path: Path) -> None:
     secret = key.read_bytes()
     assert key.stat().st_mode & 0o777 == 0o600
     spooled = [p.read_bytes() for p in slurm.folder.rglob("*") if p.is_file()]
-    ranks = [set(e.split(b"\0")) for e in environments if b"SLURM_PROCID" in e and b"SLURM_STEP_ID" in e]
+    ranks = [
+        set(e.split(b"\0")) for e in environments if b"SLURM_PROCID" in e and b"SLURM_STEP_ID" in e
+    ]
     assert ranks, "ranks were running when we looked"
-    assert all(b"SLURM_CPUS_PER_TASK=8" in rank for rank in ranks), "as many as the shipped recipes have workers"
+    assert all(b"SLURM_CPUS_PER_TASK=8" in rank for rank in ranks), (
+        "as many as the shipped recipes have workers"
+    )
     for content in (*environments, *spooled, log.read_bytes()):
         assert secret not in content and secret.hex().encode() not in content
     check(run_dir, said)

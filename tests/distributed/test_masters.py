@@ -6,11 +6,20 @@ import pytest
 import torch
 
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_engines import MICRO_BATCH, OPTIMIZER, fresh_captioner, machine_settings, whole_parameters
+from tests.distributed.test_engines import (
+    MICRO_BATCH,
+    OPTIMIZER,
+    fresh_captioner,
+    machine_settings,
+    whole_parameters,
+)
 from tests.distributed.test_parity import CPU, ENGINES
 from trainer.engines import build_engine, sharder
 
-BF16 = {name: ENGINES[name] for name in ("local", "zero1", "zero2", "zero3", "zero3 offload", "fsdp", "oss")} | {
+BF16 = {
+    name: ENGINES[name]
+    for name in ("local", "zero1", "zero2", "zero3", "zero3 offload", "fsdp", "oss")
+} | {
     "zero1 offload": ("deepspeed", 1, {"offload_optimizer": CPU}),
     "zero_init": ("deepspeed", 3, {}),
 }
@@ -22,8 +31,14 @@ def rank_masters(device: torch.device) -> dict[str, Any]:
     for case, (name, stage, settings) in BF16.items():
         machine = machine_settings(stage, bf16={"enabled": True}, **settings)
         shard = sharder(name, machine, device, MICRO_BATCH) if case == "zero_init" else None  # type: ignore[arg-type]
-        engine = build_engine(name, fresh_captioner(after=shard), OPTIMIZER, machine, device, MICRO_BATCH)  # type: ignore[arg-type]
-        whole = {n: p.detach().clone() for n, p in engine.module.named_parameters()} if stage < 3 else {}
+        engine = build_engine(
+            name, fresh_captioner(after=shard), OPTIMIZER, machine, device, MICRO_BATCH
+        )  # type: ignore[arg-type]
+        whole = (
+            {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+            if stage < 3
+            else {}
+        )
         found[case] = whole_parameters(engine), whole
     return found
 

@@ -67,13 +67,22 @@ def loss_of(model: nn.Module) -> Callable[..., Tensor]:
     return lambda x, y: F.cross_entropy(model(x), y, reduction="none")
 
 
-def opened(model: nn.Module, run_dir: Path, optimizer: torch.optim.Optimizer, **changes: Any) -> PrivateLoop:
+def opened(
+    model: nn.Module, run_dir: Path, optimizer: torch.optim.Optimizer, **changes: Any
+) -> PrivateLoop:
     asked: dict[str, Any] = {
-        "loss": loss_of(model), "expected_batch_size": BATCH, "num_steps": 3, "noise_multiplier": 4.0,
-        "max_grad_norm": BOUND, "micro_batch_size": 8, "starts_from": "public",
-    }  # fmt: skip
+        "loss": loss_of(model),
+        "expected_batch_size": BATCH,
+        "num_steps": 3,
+        "noise_multiplier": 4.0,
+        "max_grad_norm": BOUND,
+        "micro_batch_size": 8,
+        "starts_from": "public",
+    }
     example = (integers(TOKENS, LENGTH), integers(KINDS))
-    return PrivateLoop(model, optimizer, texts(), example=example, run_dir=run_dir, **(asked | changes))
+    return PrivateLoop(
+        model, optimizer, texts(), example=example, run_dir=run_dir, **(asked | changes)
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -90,13 +99,20 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def steps_of(model: nn.Module, run_dir: Path, leave_at: int | None = None) -> list[dict[str, Tensor]]:
+def steps_of(
+    model: nn.Module, run_dir: Path, leave_at: int | None = None
+) -> list[dict[str, Tensor]]:
     """Whole weights after each step without noise."""
     seen = []
-    with quick(silent=True, same_coins=True), opened(model, run_dir, adam(model), save_every=3) as loop:
+    with (
+        quick(silent=True, same_coins=True),
+        opened(model, run_dir, adam(model), save_every=3) as loop,
+    ):
         for step in loop:
             seen.append(whole_weights(model))
-            model(torch.zeros(2, LENGTH, dtype=torch.int64))  # an evaluation gathers weights, and leaves some so
+            model(
+                torch.zeros(2, LENGTH, dtype=torch.int64)
+            )  # an evaluation gathers weights, and leaves some so
             if step.number == leave_at:
                 break
     return seen
@@ -126,12 +142,17 @@ def test_steps_in_shards_are_those_of_whole_weights_also_after_a_resume(
     alone = steps_of(Reader(), tmp_path / "alone")
     for seen in found[0]:
         for mine, theirs in zip(seen, alone, strict=True):
-            assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-6) for name in theirs)
+            assert all(
+                torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-6) for name in theirs
+            )
     moved = {name for name, p in alone[-1].items() if not torch.equal(p, alone[0][name])}
     assert moved == {name for name in alone[0] if not name.startswith("fixed")}
     model = Reader()
     assert steps_of(model, folder / "left") == []  # what two ranks wrote in shards, one reads whole
-    assert all(torch.allclose(p, alone[-1][name], rtol=0, atol=1e-6) for name, p in whole_weights(model).items())
+    assert all(
+        torch.allclose(p, alone[-1][name], rtol=0, atol=1e-6)
+        for name, p in whole_weights(model).items()
+    )
 
 
 class Counting(SystemNoise):
@@ -157,9 +178,15 @@ def rank_noise(folder: Path) -> Any:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps, before = [], whole_weights(model)
         with opened(
-            model, folder / "noise", optimizer, num_steps=NOISY_STEPS, expected_batch_size=1, noise_multiplier=3.0,
-            save_every=NOISY_STEPS, loss=lambda x, y: 1e-6 * loss_of(model)(x, y),
-        ) as loop:  # fmt: skip
+            model,
+            folder / "noise",
+            optimizer,
+            num_steps=NOISY_STEPS,
+            expected_batch_size=1,
+            noise_multiplier=3.0,
+            save_every=NOISY_STEPS,
+            loss=lambda x, y: 1e-6 * loss_of(model)(x, y),
+        ) as loop:
             owned = loop._engine.layout.count(dist.get_rank())
             for _ in loop:
                 after = whole_weights(model)
@@ -168,20 +195,30 @@ def rank_noise(folder: Path) -> Any:
     return noise.counts, owned, steps
 
 
-def test_each_coordinate_is_noised_once_by_one_owner_with_the_deviation_of_the_plan(found: Any) -> None:
+def test_each_coordinate_is_noised_once_by_one_owner_with_the_deviation_of_the_plan(
+    found: Any,
+) -> None:
     ranks = found[1]
     shapes = {name: p.numel() for name, p in Reader().named_parameters() if p.requires_grad}
     total = sum(shapes.values())
-    assert sum(owned for _, owned, _ in ranks) == total and all(0 < owned < total for _, owned, _ in ranks)
+    assert sum(owned for _, owned, _ in ranks) == total and all(
+        0 < owned < total for _, owned, _ in ranks
+    )
     for counts, owned, steps in ranks:
         assert sum(counts) == NOISY_STEPS * owned
-        assert all(torch.equal(a[name], b[name]) for a, b in zip(steps, ranks[0][2], strict=True) for name in a)
+        assert all(
+            torch.equal(a[name], b[name])
+            for a, b in zip(steps, ranks[0][2], strict=True)
+            for name in a
+        )
     expected = (3.0 * BOUND) ** 2  # over the public batch size, 1
     for name, count in shapes.items():
         values = torch.stack([step[name].view(-1) for step in ranks[0][2]])
         variance = float(values.square().mean()) / expected
         assert abs(variance - 1) < 6 * math.sqrt(2 / (count * NOISY_STEPS)), (name, variance)
-    every = torch.cat([torch.stack([step[name].view(-1) for step in ranks[0][2]]) for name in shapes], 1)
+    every = torch.cat(
+        [torch.stack([step[name].view(-1) for step in ranks[0][2]]) for name in shapes], 1
+    )
     assert abs(float(every.square().mean()) / expected - 1) < 6 * math.sqrt(2 / every.numel())
     correlated = torch.corrcoef(every.T)
     assert float((correlated - correlated.diag().diag()).abs().max()) < 0.95  # no two share a draw
@@ -201,12 +238,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: (model := Reader(), fully_shard(model.block))[0],
         "call fully_shard(model) on the model itself",
     ),
-    "inside": (lambda: nn.Sequential(fully_shard(Reader())), "call fully_shard(model) on the model itself"),
+    "inside": (
+        lambda: nn.Sequential(fully_shard(Reader())),
+        "call fully_shard(model) on the model itself",
+    ),
     "HSDP": (
         lambda: sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))),
         "a loop takes all ranks in one dimension",
     ),
-    "reversed": (lambda: sharded(mesh=DeviceMesh("cpu", [1, 0])), "a loop takes all ranks in one dimension"),
+    "reversed": (
+        lambda: sharded(mesh=DeviceMesh("cpu", [1, 0])),
+        "a loop takes all ranks in one dimension",
+    ),
     "tensor parallel": (in_tensor_parallel, "call fully_shard(model) on the model itself"),
     "ignored": (
         lambda: fully_shard(model := Reader(), ignored_params=set(model.head.parameters())),
@@ -277,11 +320,13 @@ def change_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
     return lambda: None
 
 
-def test_shards_that_a_loop_cannot_train_are_refused_and_so_is_a_hand_in_it(found: Any, folder: Path) -> None:
+def test_shards_that_a_loop_cannot_train_are_refused_and_so_is_a_hand_in_it(
+    found: Any, folder: Path
+) -> None:
     for said in found[2]:
-        assert {name: wanted in said.get(name, "") for name, (_, wanted) in REFUSED.items()} == dict.fromkeys(
-            REFUSED, True
-        ), said
+        assert {
+            name: wanted in said.get(name, "") for name, (_, wanted) in REFUSED.items()
+        } == dict.fromkeys(REFUSED, True), said
         assert "has seen weights of the private run" in said["copied"]
         assert "has a gradient that is not the loop's" in said["backward"]
         assert "the weights changed" in said["write"]

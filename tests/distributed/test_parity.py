@@ -94,7 +94,9 @@ class NamedNoise:
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         step, piece = next(self._pieces)
         assert count == piece.length
-        whole = (normals(step, piece, self._shapes[piece.name]) * deviation).round().astype(np.int64)
+        whole = (
+            (normals(step, piece, self._shapes[piece.name]) * deviation).round().astype(np.int64)
+        )
         return torch.from_numpy(whole).to(device)
 
 
@@ -116,7 +118,9 @@ def rank_each(device: torch.device, function: str, rows: Sequence[Any], **more: 
     return [globals()[function](device, row, **more) for row in rows]
 
 
-def on_ranks(world_size: int, function: Callable[..., Any], rows: Sequence[Any], **more: Any) -> list[list[Any]]:
+def on_ranks(
+    world_size: int, function: Callable[..., Any], rows: Sequence[Any], **more: Any
+) -> list[list[Any]]:
     target, name = f"{__name__}:rank_each", function.__name__
     return run_ranks(target, world_size, timeout=1500, function=name, rows=rows, **more)
 
@@ -159,11 +163,15 @@ def in_pairs() -> list[Case]:
 
 def test_the_part_of_the_table_has_all_pairs() -> None:
     for i, j in itertools.combinations(range(len(Case._fields)), 2):
-        assert {(case[i], case[j]) for case in in_pairs()} == {(case[i], case[j]) for case in table(QUICK)}
+        assert {(case[i], case[j]) for case in in_pairs()} == {
+            (case[i], case[j]) for case in table(QUICK)
+        }
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize(("cases", "num_steps"), [(in_pairs, 2), pytest.param(table, 3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("cases", "num_steps"), [(in_pairs, 2), pytest.param(table, 3, marks=pytest.mark.full)]
+)
 def test_every_engine_takes_the_steps_of_local(cases: Any, num_steps: int) -> None:
     references = sorted({case.reference for case in cases()})
     start = {name: p.detach() for name, p in tiny_captioner().named_parameters()}
@@ -195,7 +203,10 @@ def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
     engine.step = watched
     for step in range(1, ROWS + 1):
         train_step(run, step, iter(micro_batches(pairs(), (0,) * distributed.world_size())[:1]))
-    return [(piece, np.stack(column)) for piece, column in zip(owned, zip(*rows, strict=True), strict=True)]
+    return [
+        (piece, np.stack(column))
+        for piece, column in zip(owned, zip(*rows, strict=True), strict=True)
+    ]
 
 
 @pytest.mark.timeout(1200)
@@ -204,29 +215,47 @@ def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
     [
         (["zero3", "fsdp"], 2),
         *(
-            pytest.param([e for e in ENGINES if w == 2 or e != ONLY_ON_TWO_RANKS], w, marks=pytest.mark.full)
+            pytest.param(
+                [e for e in ENGINES if w == 2 or e != ONLY_ON_TWO_RANKS], w, marks=pytest.mark.full
+            )
             for w in (1, 2)
         ),
-        pytest.param(["local", "zero1", "zero2", "zero3", "zero3 offload", "fsdp", "oss"], 4, marks=pytest.mark.full),
+        pytest.param(
+            ["local", "zero1", "zero2", "zero3", "zero3 offload", "fsdp", "oss"],
+            4,
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_contract_7_every_engine_hands_over_the_owner_s_noise_once(engines: list[str], world_size: int) -> None:
+def test_contract_7_every_engine_hands_over_the_owner_s_noise_once(
+    engines: list[str], world_size: int
+) -> None:
     """For every coordinate, whoever owns it: sigma C / B times the fresh normal of its name and step."""
     shapes = {name: p.shape for name, p in tiny_captioner().named_parameters()}
     ranks = on_ranks(world_size, _noised, engines)
     scale = MAX_GRAD_NORM * SIGMA / NUM_EXAMPLES
     for number, engine in enumerate(engines):
-        ShardLayout(tuple(tuple(piece for piece, _ in rank[number]) for rank in ranks)).check(shapes)
+        ShardLayout(tuple(tuple(piece for piece, _ in rank[number]) for rank in ranks)).check(
+            shapes
+        )
         for piece, noise in (found for rank in ranks for found in rank[number]):
-            fresh = np.stack([normals(step, piece, shapes[piece.name]) for step in range(1, ROWS + 1)])
-            np.testing.assert_allclose(noise, scale * fresh, atol=1e-14, err_msg=f"{engine} {piece}")
+            fresh = np.stack(
+                [normals(step, piece, shapes[piece.name]) for step in range(1, ROWS + 1)]
+            )
+            np.testing.assert_allclose(
+                noise, scale * fresh, atol=1e-14, err_msg=f"{engine} {piece}"
+            )
 
 
 def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray, Sequence[Piece]]:
     """What this rank draws on steps without any example, and which coordinates it owns."""
     engine, noise = build(device, name), RecordedNoise()
     run = a_mechanism(
-        engine, ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False), noise, 2.0, 4
+        engine,
+        ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False),
+        noise,
+        2.0,
+        4,
     )
     for step in range(1, num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (0, 0))[:1]))
@@ -237,11 +266,15 @@ def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray,
     ("engines", "num_steps"),
     [(["zero3", "oss"], 2), pytest.param(list(ENGINES), 3, marks=pytest.mark.full)],
 )
-def test_contract_7_noise_once_per_coordinate_and_never_twice(engines: list[str], num_steps: int) -> None:
+def test_contract_7_noise_once_per_coordinate_and_never_twice(
+    engines: list[str], num_steps: int
+) -> None:
     first, second = on_ranks(2, _noise, engines, num_steps=num_steps)
     shapes = {name: p.shape for name, p in tiny_captioner().named_parameters()}
     num_parameters = sum(shape.numel() for shape in shapes.values())
-    for engine, (draws, owned), (more_draws, also_owned) in zip(engines, first, second, strict=True):
+    for engine, (draws, owned), (more_draws, also_owned) in zip(
+        engines, first, second, strict=True
+    ):
         ShardLayout((tuple(owned), tuple(also_owned))).check(shapes)
         assert len(draws) == num_steps * sum(piece.length for piece in owned), engine
         assert len(draws) + len(more_draws) == num_steps * num_parameters, engine
@@ -258,7 +291,9 @@ def _bf16_sums(
     engine = build(device, name, bf16={"enabled": True})
     inputs = pairs(count)
     mine = range(distributed.rank(), count, distributed.world_size())
-    batches = [Batch({k: v[i : i + 1] for k, v in inputs.items()}, torch.tensor([False])) for i in mine]
+    batches = [
+        Batch({k: v[i : i + 1] for k, v in inputs.items()}, torch.tensor([False])) for i in mine
+    ]
     exact = {n: torch.zeros(s.numel(), dtype=torch.float64) for n, s in engine.shapes.items()}
     clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False)
     for batch in batches:
@@ -272,7 +307,11 @@ def _bf16_sums(
     errors = []
     for kind in accumulation:
         clipped = ClippedSum(
-            engine.module, MAX_GRAD_NORM, shapes=engine.shapes, accumulator=ACCUMULATORS[kind], self_check=False
+            engine.module,
+            MAX_GRAD_NORM,
+            shapes=engine.shapes,
+            accumulator=ACCUMULATORS[kind],
+            self_check=False,
         )
         for batch in batches:
             _add(engine, clipped, batch)
@@ -293,7 +332,10 @@ def _bf16_sums(
 
 
 def _add(engine: Engine, clipped: ClippedSum, batch: Batch) -> None:
-    inputs = {k: v.to(engine.compute_dtype) if v.is_floating_point() else v for k, v in batch.inputs.items()}
+    inputs = {
+        k: v.to(engine.compute_dtype) if v.is_floating_point() else v
+        for k, v in batch.inputs.items()
+    }
     clipped.add_micro_batch(engine.module, inputs, batch.is_padding_B)
 
 

@@ -45,7 +45,13 @@ def on_rank(device: torch.device, accumulation: str) -> list[Found]:
 def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> Found:
     engine: Any = build_engine(name, fresh_captioner(), OPTIMIZER, settings(ds_config), device, 2)  # type: ignore[arg-type]
     clipped = ClippedSum(
-        engine.module, 1.0, shapes=engine.shapes, accumulator=accumulator, cap=CAP, rows=CAP, self_check=False
+        engine.module,
+        1.0,
+        shapes=engine.shapes,
+        accumulator=accumulator,
+        cap=CAP,
+        rows=CAP,
+        self_check=False,
     )
     sums: Any = clipped.accumulator
     collectives.traffic.reset()
@@ -60,9 +66,14 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     zeros = torch.zeros(engine.layout.count(collectives.rank()), dtype=torch.float64)
     with MemoryTimeline() as timeline:
         reduced = reduce_to_owners(clipped, engine.layout)
-        reduced = [shard._replace(values=real_(shard.values, clipped.exponent)) for shard in reduced]
+        reduced = [
+            shard._replace(values=real_(shard.values, clipped.exponent)) for shard in reduced
+        ]
         engine.step(
-            reduced if accumulator is LocalSums else split(zeros, engine.layout.owned_by(collectives.rank())), lr=0.0
+            reduced
+            if accumulator is LocalSums
+            else split(zeros, engine.layout.owned_by(collectives.rank())),
+            lr=0.0,
         )
     found["peak_of_step"] = max(timeline.live_bytes)
     found["sent_with_optimizer"] = collectives.traffic.bytes.total()
@@ -74,20 +85,32 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
 
 def _states(engine: Any) -> int:
     """Bytes of the optimizer's moments on this rank."""
-    holder = next(getattr(engine, name) for name in ("_zero", "_oss", "_optimizer") if hasattr(engine, name))
-    states = (holder.optimizer if hasattr(engine, "_zero") else getattr(holder, "optim", holder)).state
+    holder = next(
+        getattr(engine, name) for name in ("_zero", "_oss", "_optimizer") if hasattr(engine, name)
+    )
+    states = (
+        holder.optimizer if hasattr(engine, "_zero") else getattr(holder, "optim", holder)
+    ).state
     moments = (state.get(kind) for state in states.values() for kind in ("exp_avg", "exp_avg_sq"))
     return sum(moment.nbytes for moment in moments if isinstance(moment, Tensor))
 
 
 @pytest.fixture(
     scope="module",
-    params=["local 2", *(pytest.param(case, marks=pytest.mark.full) for case in ("local 4", "sharded 2", "sharded 4"))],
+    params=[
+        "local 2",
+        *(
+            pytest.param(case, marks=pytest.mark.full)
+            for case in ("local 4", "sharded 2", "sharded 4")
+        ),
+    ],
 )
 def found(request: pytest.FixtureRequest) -> tuple[str, list[list[Found]]]:
     """The way of accumulation, and what each of so many ranks found."""
     accumulation, world_size = request.param.split()
-    return accumulation, run_ranks(f"{__name__}:on_rank", int(world_size), accumulation=accumulation)
+    return accumulation, run_ranks(
+        f"{__name__}:on_rank", int(world_size), accumulation=accumulation
+    )
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(CASES[i]))
@@ -99,9 +122,15 @@ def test_planned_is_what_engines_do(found: tuple[str, list[list[Found]]], index:
     grid = Grid.of(trained_count(model), torch.float32, CAP, CAP)
     assert grid.layout == "int32+int16"
     memory = rank_memory(
-        model, engine, machine, OPTIMIZER,  # type: ignore[arg-type]
-        accumulation=accumulation, world_size=world_size, on_cpu=True, grid=grid,
-    )  # fmt: skip
+        model,
+        engine,
+        machine,
+        OPTIMIZER,  # type: ignore[arg-type]
+        accumulation=accumulation,
+        world_size=world_size,
+        on_cpu=True,
+        grid=grid,
+    )
     real = [rank[index] for rank in ranks]
     assert max(one["owned"] for one in real) == memory.owned
     assert sum(one["owned"] for one in real) == trained_count(model)
@@ -109,7 +138,9 @@ def test_planned_is_what_engines_do(found: tuple[str, list[list[Found]]], index:
     assert max(one["states"] for one in real) == memory.moments
     # Sums travel in fp64: to the owners, whose noised gradients the others need in fp32 where every rank steps all (local).
     sums = FP64 * (world_size - 1) * memory.owned
-    assert {one["sent_each"] for one in real} == {0 if accumulation == "local" else (world_size - 1) * memory.sums}
+    assert {one["sent_each"] for one in real} == {
+        0 if accumulation == "local" else (world_size - 1) * memory.sums
+    }
     if accumulation == "local":
         noised = FP32 * (world_size - 1) * memory.owned if engine == "local" else 0
         assert {one["sent_with_optimizer"] for one in real} == {sums + noised}

@@ -52,7 +52,10 @@ def done_beyond(slurm: Slurm, number: str, run_dir: Path, wanted: int, log: Path
 def ends(slurm: Slurm, number: str, log: Path, within: float = WITHIN) -> str:
     """The state that the job ends in."""
     wait_until(
-        lambda: slurm.has_ended(number), f"the end: {slurm.job(number)}\n{text(log)[-3000:]}", within=within, every=0.3
+        lambda: slurm.has_ended(number),
+        f"the end: {slurm.job(number)}\n{text(log)[-3000:]}",
+        within=within,
+        every=0.3,
     )
     return slurm.state(number)
 
@@ -67,12 +70,19 @@ def is_whole(run_dir: Path, steps: int) -> None:
     assert sorted(set(done)) == list(range(1, steps + 1))
     state = read_ledger(run_dir / "ledger.jsonl")
     charged, epsilon = recompute(run_dir / "ledger.jsonl")
-    assert state.closed == "finished" and state.num_charged == charged == count(run_dir, "intent") >= steps
-    manifest = json.loads((run_dir / "checkpoints" / f"step-{steps:08d}" / "manifest.json").read_text())
+    assert (
+        state.closed == "finished"
+        and state.num_charged == charged == count(run_dir, "intent") >= steps
+    )
+    manifest = json.loads(
+        (run_dir / "checkpoints" / f"step-{steps:08d}" / "manifest.json").read_text()
+    )
     assert manifest["formal_guarantee"] is True
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     printed = max(line["privacy/epsilon"] for line in metrics if "privacy/epsilon" in line)
-    assert epsilon * 0.9999 <= printed <= epsilon * 1.01, "what is printed while training is rounded up"
+    assert epsilon * 0.9999 <= printed <= epsilon * 1.01, (
+        "what is printed while training is rounded up"
+    )
 
 
 def nodes_of(slurm: Slurm, number: str) -> list[str]:
@@ -84,17 +94,31 @@ def test_preempted_twice_and_a_node_lost_once(slurm: Slurm, tmp_path: Path) -> N
     number = submit(slurm, log, BATCH, *arguments(run_dir, steps))
     for preemption in (1, 2):
         done_beyond(slurm, number, run_dir, count(run_dir, "done") + 3, log)
-        urgent = slurm.submit("--partition=urgent", "--nodes=3", "--output=/dev/null", "--wrap", "sleep 0.2")
-        wait_until(lambda urgent=urgent: slurm.has_ended(urgent), f"preemption\n{text(log)[-3000:]}", within=60)
+        urgent = slurm.submit(
+            "--partition=urgent", "--nodes=3", "--output=/dev/null", "--wrap", "sleep 0.2"
+        )
+        wait_until(
+            lambda urgent=urgent: slurm.has_ended(urgent),
+            f"preemption\n{text(log)[-3000:]}",
+            within=60,
+        )
         assert text(log).count("stopped on request") >= preemption, text(log)
-        assert count(run_dir, "intent") == count(run_dir, "done"), "a preempted run saves: nothing is repeated"
+        assert count(run_dir, "intent") == count(run_dir, "done"), (
+            "a preempted run saves: nothing is repeated"
+        )
 
     done_beyond(slurm, number, run_dir, count(run_dir, "done") + 3, log)
     lost = next(
-        h for h in slurm.nodes if h.name in nodes_of(slurm, number) and h.name != slurm.job(number)["BatchHost"]
+        h
+        for h in slurm.nodes
+        if h.name in nodes_of(slurm, number) and h.name != slurm.job(number)["BatchHost"]
     )
     lost.kill()
-    wait_until(lambda: slurm.job(number)["Restarts"] == "3", f"the node to be missed\n{text(log)[-3000:]}", within=90)
+    wait_until(
+        lambda: slurm.job(number)["Restarts"] == "3",
+        f"the node to be missed\n{text(log)[-3000:]}",
+        within=90,
+    )
     done_beyond(slurm, number, run_dir, count(run_dir, "done") + 1, log)
     assert lost.name not in nodes_of(slurm, number), "the third node took its place"
 
@@ -110,16 +134,26 @@ def test_the_time_limit(slurm: Slurm, tmp_path: Path) -> None:
     """Slurm looks every half minute: the signal comes early."""
     steps, log, run_dir = 4000, tmp_path / "job.log", tmp_path / "run"
     number = submit(
-        slurm, log, "--time=2", "--signal=B:USR1@50", BATCH, *arguments(run_dir, steps, "train.checkpoint_every=1000")
+        slurm,
+        log,
+        "--time=2",
+        "--signal=B:USR1@50",
+        BATCH,
+        *arguments(run_dir, steps, "train.checkpoint_every=1000"),
     )
     wait_until(
-        lambda: slurm.job(number)["Restarts"] == "1", f"the time limit\n{text(log)[-3000:]}", within=120, every=0.3
+        lambda: slurm.job(number)["Restarts"] == "1",
+        f"the time limit\n{text(log)[-3000:]}",
+        within=120,
+        every=0.3,
     )
     said = text(log)
     assert "asked to stop by USR1" in said and "stopped on request; back to the queue" in said, said
     assert count(run_dir, "intent") == count(run_dir, "done") > 0
     latest = (run_dir / "checkpoints" / "LATEST").read_text().strip()
-    assert latest == f"step-{count(run_dir, 'done'):08d}", "it was saved, though no checkpoint was due"
+    assert latest == f"step-{count(run_dir, 'done'):08d}", (
+        "it was saved, though no checkpoint was due"
+    )
     slurm.run("scancel", number)
 
 
@@ -148,14 +182,24 @@ def test_what_is_not_started_again(slurm: Slurm, tmp_path: Path) -> None:
     assert {slurm.job(n)["Restarts"] for n in (wrong, lacking, number, refused)} == {"0"}
 
 
-def test_a_crash_is_started_again_as_long_as_there_is_progress(slurm: Slurm, tmp_path: Path) -> None:
+def test_a_crash_is_started_again_as_long_as_there_is_progress(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     log, run_dir = tmp_path / "crash.log", tmp_path / "run"
     number = submit(slurm, log, BATCH, *arguments(run_dir, 4000))
     done_beyond(slurm, number, run_dir, 2, log)
     os.kill(min(ranks_of(run_dir)), 9)
-    wait_until(lambda: slurm.job(number)["Restarts"] == "1", f"a restart\n{text(log)[-3000:]}", within=WITHIN)
+    wait_until(
+        lambda: slurm.job(number)["Restarts"] == "1",
+        f"a restart\n{text(log)[-3000:]}",
+        within=WITHIN,
+    )
     assert re.search(r"exit code \d+ after \d+ steps; back to the queue", text(log)), text(log)
-    wait_until(lambda: count(run_dir, "session") == 1 and ranks_of(run_dir) != [], "the second start", within=WITHIN)
+    wait_until(
+        lambda: count(run_dir, "session") == 1 and ranks_of(run_dir) != [],
+        "the second start",
+        within=WITHIN,
+    )
     os.kill(min(ranks_of(run_dir)), 9)  # while it sets up
     assert ends(slurm, number, log) == "FAILED", text(log)
     assert "without a single step: not started again" in text(log)
@@ -166,7 +210,10 @@ def ranks_of(run_dir: Path) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+            command, environment = (
+                (folder / "cmdline").read_bytes(),
+                (folder / "environ").read_bytes(),
+            )
         except OSError:
             continue
         is_rank = command.split(b"\0")[1:3] == [b"-u", TRAIN.encode()]
@@ -184,7 +231,17 @@ def test_a_study_as_an_array(slurm: Slurm, tmp_path: Path) -> None:
         "[axis.rate]\noptimizer.peak_lr = [1e-3, 2e-3]\n"
     )
     command = [sys.executable, "launch_scripts/study.py"]
-    run = [*command, "run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", "--workers", "2"]
+    run = [
+        *command,
+        "run",
+        str(study),
+        "--study_dir",
+        str(folder),
+        "--executor",
+        "slurm-array",
+        "--workers",
+        "2",
+    ]
     run += ["--nodes", "2"]
     said = slurm.run(*run)
     found = re.search(r"Submitted batch job (\d+)", said)

@@ -19,10 +19,28 @@ PLACEHOLDERS = {
     "ARGUMENTS_WITHOUT_RUN_DIR": "--ds_config ds_configs/zero3_bf16.json --recipe recipes/dpcap_base.toml",
 }
 """What a page writes once, and a reader fills in."""
-ORDINARY = ("export", "printf", ".", "exit", "tensorboard", "apt-get", "mkdir", "touch", "rsync", "sha256sum")
+ORDINARY = (
+    "export",
+    "printf",
+    ".",
+    "exit",
+    "tensorboard",
+    "apt-get",
+    "mkdir",
+    "touch",
+    "rsync",
+    "sha256sum",
+)
 """Programs that are not ours; what they are given is not looked at."""
 TAKES_A_VALUE = {
-    "deepspeed": {"--hostfile", "--num_gpus", "--launcher", "--master_addr", "--master_port", "--launcher_args"},
+    "deepspeed": {
+        "--hostfile",
+        "--num_gpus",
+        "--launcher",
+        "--master_addr",
+        "--master_port",
+        "--launcher_args",
+    },
     "mpirun": {"-n", "-ppn", "-hosts"},
     "python": set[str](),
 }
@@ -40,7 +58,11 @@ def check(command: Command) -> None:
     Raises:
         Refused: naming page, line and reason.
     """
-    words = [one for word in command.words for one in (PLACEHOLDERS[word].split() if word in PLACEHOLDERS else [word])]
+    words = [
+        one
+        for word in command.words
+        for one in (PLACEHOLDERS[word].split() if word in PLACEHOLDERS else [word])
+    ]
     try:
         with contextlib.chdir(ROOT):
             _check(words)
@@ -54,7 +76,10 @@ def _check(words: list[str]) -> None:
         variables.append(words.pop(0).split("=")[0])
     if not words:
         return
-    place = next((n for n, word in enumerate(words) if _SCRIPT.fullmatch(word) or _BATCH.fullmatch(word)), None)
+    place = next(
+        (n for n, word in enumerate(words) if _SCRIPT.fullmatch(word) or _BATCH.fullmatch(word)),
+        None,
+    )
     name = Path(words[0]).name
     if place is not None:
         _check_start(words[:place])
@@ -71,7 +96,9 @@ def _check(words: list[str]) -> None:
             if len(rest) < own:
                 raise Refused(f"{script} takes {own} arguments before those of train.py")
             script, rest = ("launch_scripts/train.py" if "cluster/" in script else ""), rest[own:]
-        added = ["--local_rank=0"] if words[0] == "deepspeed" else []  # by the launcher, before everything else
+        added = (
+            ["--local_rank=0"] if words[0] == "deepspeed" else []
+        )  # by the launcher, before everything else
         if script:
             check_script(script, [*added, *rest])
     elif words[0] == "make":
@@ -83,10 +110,14 @@ def _check(words: list[str]) -> None:
             raise Refused("no such requirements")
     elif name == "python" and words[1] == "-m":
         importlib.import_module(words[2])
-    elif name == "python" and (at := [n for n, word in enumerate(words[:3]) if Path(word).name == "verify.py"]):
+    elif name == "python" and (
+        at := [n for n, word in enumerate(words[:3]) if Path(word).name == "verify.py"]
+    ):
         verify.parse_args(words[at[0] + 1 :])  # it lies in run folders
     elif words[0] == "auditable-dp":
-        verify.parse_args(words[2:]) if words[1] == "verify" else library._parser().parse_args(words[1:])
+        verify.parse_args(words[2:]) if words[1] == "verify" else library._parser().parse_args(
+            words[1:]
+        )
     elif words[0] == "python" and words[1].startswith("examples/"):
         ast.parse((ROOT / words[1]).read_text())  # tests/examples runs it
     elif words[0] == "python" and words[1] == "-c":
@@ -108,7 +139,9 @@ def _check_start(words: Sequence[str]) -> None:
             program = Path(word).name
         elif word in TAKES_A_VALUE.get(program, ()):
             rest.pop(0)
-        elif word not in FLAGS.get(program, ()) and word.split("=")[0] not in TAKES_A_VALUE.get(program, ()):
+        elif word not in FLAGS.get(program, ()) and word.split("=")[0] not in TAKES_A_VALUE.get(
+            program, ()
+        ):
             raise Refused(f"{program or 'this command'} is not known to take {word}")
 
 

@@ -18,7 +18,9 @@ PAGES = sorted(
     )
     for path in ROOT.glob(pattern)
 )
-GUIDES = [page for page in PAGES if not page.startswith(("tests/", "benchmarks/results/", "CHANGELOG"))]
+GUIDES = [
+    page for page in PAGES if not page.startswith(("tests/", "benchmarks/results/", "CHANGELOG"))
+]
 """Pages whose commands readers copy. The others tell what was done once."""
 _FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 _INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n)+(?=\n|\Z)")
@@ -72,8 +74,14 @@ def blocks(page: str) -> list[Block]:
     """Fenced and indented blocks in their order."""
     text = read(page)
     found = [(m.start(), m[2], textwrap.dedent(m[3])) for m in _FENCED.finditer(text)]
-    found += [(m.start(), "bash", re.sub(r"^ {4}", "", m[0], flags=re.M)) for m in _INDENTED.finditer(_prose(text))]
-    return [Block(page, text[:start].count("\n") + 1, language, code) for start, language, code in sorted(found)]
+    found += [
+        (m.start(), "bash", re.sub(r"^ {4}", "", m[0], flags=re.M))
+        for m in _INDENTED.finditer(_prose(text))
+    ]
+    return [
+        Block(page, text[:start].count("\n") + 1, language, code)
+        for start, language, code in sorted(found)
+    ]
 
 
 def _prose(text: str) -> str:
@@ -102,7 +110,11 @@ def commands(block: Block) -> list[Command]:
         for word in [*lexer, ";"]:
             if word in ("&&", "||", ";", "|"):
                 if words:
-                    found.append(Command(block, tuple(words), re.sub(r"\s+", " ", line.split("  #")[0].strip())))
+                    found.append(
+                        Command(
+                            block, tuple(words), re.sub(r"\s+", " ", line.split("  #")[0].strip())
+                        )
+                    )
                 words = []
             elif redirected or word in (">", ">>"):
                 redirected = not redirected
@@ -112,7 +124,9 @@ def commands(block: Block) -> list[Command]:
 
 
 def shell_commands(page: str) -> list[Command]:
-    return [command for block in blocks(page) if block.language == "bash" for command in commands(block)]
+    return [
+        command for block in blocks(page) if block.language == "bash" for command in commands(block)
+    ]
 
 
 def anchors(page: str) -> set[str]:

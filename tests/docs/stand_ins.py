@@ -34,13 +34,26 @@ def trained(folder: Path) -> Path:
     model = tiny[tiny.index("[model]") : tiny.index("[data]")]
     recipe = folder / "vip.toml"
     recipe.write_text(
-        tiny.replace(model, f'[model]\nkind = "masked_autoencoder"\nsize = "pico"\noverrides = {_PICO}\n\n')
+        tiny.replace(
+            model, f'[model]\nkind = "masked_autoencoder"\nsize = "pico"\noverrides = {_PICO}\n\n'
+        )
     )
     for name, source in (("dpcap_base", "recipes/tiny.toml"), ("vip_base", str(recipe))):
         done = alone(
-            ["--engine", "local", "--ds_config", "ds_configs/zero1.json", "--recipe", source, "--run_dir", str(folder / name),
-             "train.num_steps=1", "heldout.num_captions=0", "data.num_tokens=24"]
-        )  # fmt: skip
+            [
+                "--engine",
+                "local",
+                "--ds_config",
+                "ds_configs/zero1.json",
+                "--recipe",
+                source,
+                "--run_dir",
+                str(folder / name),
+                "train.num_steps=1",
+                "heldout.num_captions=0",
+                "data.num_tokens=24",
+            ]
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     shutil.copytree(folder / "dpcap_base", folder / "synthetic_shapes")
     return folder
@@ -49,7 +62,9 @@ def trained(folder: Path) -> Path:
 def put(page: str, project: Path, trained_runs: Path) -> None:
     """What the commands of a page find in a project: runs, what `make quickstart` leaves behind, or a small study."""
     if page == "README.md":  # runs/latest leads to a run of that day
-        shutil.copytree(trained_runs / "dpcap_base", project / "runs" / "quickstart-20261125-120000")
+        shutil.copytree(
+            trained_runs / "dpcap_base", project / "runs" / "quickstart-20261125-120000"
+        )
         (project / "runs" / "latest").symlink_to("quickstart-20261125-120000")
     elif page in ("docs/guarantee.md", "docs/run_folder.md"):
         for name in ("dpcap_base", "vip_base", "synthetic_shapes"):

@@ -52,13 +52,19 @@ def test_every_block_says_what_it_is(page: str) -> None:
     """So that no command hides in a block that nobody checks. tests/tools/test_delivery.py checks the entries for BibTeX."""
     for block in blocks(page):
         assert block.language in ("bash", "python", "toml", "json", "bibtex", "text"), block
-        assert block.language != "text" or not PROGRAMS.search(block.text), f"{block}: commands go into a bash block"
+        assert block.language != "text" or not PROGRAMS.search(block.text), (
+            f"{block}: commands go into a bash block"
+        )
 
 
 def commented(path: Path) -> Block:
     """Commands in the comments of a recipe or a job script."""
     lines = re.sub(r"\\\n#\s*", "", path.read_text()).splitlines()
-    found = [line.lstrip("# ") for line in lines if re.match(r"# *(deepspeed|python|sbatch) .*launch_scripts/", line)]
+    found = [
+        line.lstrip("# ")
+        for line in lines
+        if re.match(r"# *(deepspeed|python|sbatch) .*launch_scripts/", line)
+    ]
     return Block(path.relative_to(ROOT).as_posix(), 1, "bash", "\n".join(found))
 
 
@@ -72,7 +78,11 @@ COMMENTED = [
 @pytest.mark.parametrize("path", sorted(COMMENTED), ids=lambda path: path.name)
 def test_every_recipe_begins_with_its_command(path: Path) -> None:
     first, *others = commands(commented(path))
-    assert path.suffix == ".sbatch" or path.relative_to(ROOT).as_posix() in first.words or path.stem == "quickstart"
+    assert (
+        path.suffix == ".sbatch"
+        or path.relative_to(ROOT).as_posix() in first.words
+        or path.stem == "quickstart"
+    )
     for command in (first, *others):
         check(command)
 
@@ -86,7 +96,10 @@ def test_recipe_fragments_are_accepted() -> None:
     assert fragments
     for block in fragments:
         keys = flat(tomllib.loads(block.text), str(block))
-        load_config(ROOT / "recipes/dpcap_base.toml", [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+        load_config(
+            ROOT / "recipes/dpcap_base.toml",
+            [f"{key}={json.dumps(value)}" for key, value in keys.items()],
+        )
 
 
 def test_the_study_of_the_guide_is_accepted(tmp_path: Path) -> None:
@@ -114,11 +127,17 @@ def test_python_blocks_import_what_there_is(block: Block) -> None:
     """Names are looked up in our modules; other packages only have to be there."""
     for node in ast.walk(ast.parse(block.text, str(block))):
         if isinstance(node, ast.Import):
-            missing = [alias.name for alias in node.names if importlib.util.find_spec(alias.name) is None]
+            missing = [
+                alias.name for alias in node.names if importlib.util.find_spec(alias.name) is None
+            ]
             assert not missing, f"{block}: {missing[0]}"
         elif isinstance(node, ast.ImportFrom):
-            name = re.sub(r"^auditable_dp\b", "privacy", node.module or "")  # as it is called once it is installed
+            name = re.sub(
+                r"^auditable_dp\b", "privacy", node.module or ""
+            )  # as it is called once it is installed
             assert importlib.util.find_spec(name) is not None, f"{block}: {name}"
             for alias in node.names if (ROOT / name.split(".")[0]).is_dir() else []:
                 known = hasattr(importlib.import_module(name), alias.name)
-                assert known or importlib.util.find_spec(f"{name}.{alias.name}"), f"{block}: {name}.{alias.name}"
+                assert known or importlib.util.find_spec(f"{name}.{alias.name}"), (
+                    f"{block}: {name}.{alias.name}"
+                )

@@ -17,20 +17,74 @@ SUFFIXES = "safetensors|pth|py|md|toml|json|jsonl|sh|sbatch|txt|html|png|npz|npy
 _FILE = re.compile(rf"[\w*{{}}.,-]+\.({SUFFIXES})(::\w+)?")
 _PATH = re.compile(r"[\w.*{},-]+(/[\w.*{},-]+)+(::\w+)?/?")
 MADE_UP = (
-    *("runs/", "/shared/", "imagenet/", "shards/", "train/", "val/", "index/", "coco/", "synthetic/", "vg/", "ADE/"),
+    *(
+        "runs/",
+        "/shared/",
+        "imagenet/",
+        "shards/",
+        "train/",
+        "val/",
+        "index/",
+        "coco/",
+        "synthetic/",
+        "vg/",
+        "ADE/",
+    ),
     *("results/",),  # in benchmarks/
 )
 """Folders of the reader, in examples."""
-RUN_FOLDER = ("private/", "checkpoints/", "report/", "tensorboard/", "evaluation/", "private_heads/", ".import/")
+RUN_FOLDER = (
+    "private/",
+    "checkpoints/",
+    "report/",
+    "tensorboard/",
+    "evaluation/",
+    "private_heads/",
+    ".import/",
+)
 """Folders inside of a run folder, or of a folder that a command writes."""
 WRITTEN = {
-    "config.toml", "ds_config.json", "environment.json", "ledger.jsonl", "metrics.jsonl", "manifest.json",
-    "privacy_card.json", "privacy_card.md", "privacy_card.html", "provenance.json", "import-report.json", "points.csv",
-    "groups.csv", "curves.csv", "study.json", "study.md", "head.json", "head.safetensors", "config.json",
-    "preprocessor_config.json", "extents-*.npy", "model.pth", "model.safetensors", "adapter_config.json", "metadata.csv",
-    "metadata.jsonl", "captions.csv", "captions.jsonl", "tokenizer.json", "names.txt", "points.txt", "instances.json",
-    "vocab.txt", "captions_train2017.json", "KEY.txt", "left.png", "right.png", "x.txt", "0.txt", "1.txt",
-}  # fmt: skip
+    "config.toml",
+    "ds_config.json",
+    "environment.json",
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "manifest.json",
+    "privacy_card.json",
+    "privacy_card.md",
+    "privacy_card.html",
+    "provenance.json",
+    "import-report.json",
+    "points.csv",
+    "groups.csv",
+    "curves.csv",
+    "study.json",
+    "study.md",
+    "head.json",
+    "head.safetensors",
+    "config.json",
+    "preprocessor_config.json",
+    "extents-*.npy",
+    "model.pth",
+    "model.safetensors",
+    "adapter_config.json",
+    "metadata.csv",
+    "metadata.jsonl",
+    "captions.csv",
+    "captions.jsonl",
+    "tokenizer.json",
+    "names.txt",
+    "points.txt",
+    "instances.json",
+    "vocab.txt",
+    "captions_train2017.json",
+    "KEY.txt",
+    "left.png",
+    "right.png",
+    "x.txt",
+    "0.txt",
+    "1.txt",
+}
 """Files that commands write into folders that the page names, and files of other projects or of the reader."""
 
 
@@ -41,7 +95,9 @@ def names() -> frozenset[str]:
 
 @functools.cache
 def existing_tests() -> frozenset[str]:
-    sources = "\n".join((ROOT / name).read_text() for name in project_files() if re.fullmatch(r"tests/.*\.py", name))
+    sources = "\n".join(
+        (ROOT / name).read_text() for name in project_files() if re.fullmatch(r"tests/.*\.py", name)
+    )
     return frozenset(re.findall(r"^ *def (test_\w+)", sources, re.M))
 
 
@@ -55,7 +111,11 @@ def exists(path: str, page: str) -> bool:
         return all(exists(path.replace(options[0], one), page) for one in options[1].split(","))
     pattern, _, test = path.partition("::")
     pattern = f"{pattern}*" if pattern.startswith("benchmarks/results/") else pattern
-    found = [match for folder in (ROOT, (ROOT / page).parent) for match in folder.glob(pattern.strip("/"))]
+    found = [
+        match
+        for folder in (ROOT, (ROOT / page).parent)
+        for match in folder.glob(pattern.strip("/"))
+    ]
     return bool(found) and (not test or test in existing_tests())
 
 
@@ -67,11 +127,14 @@ def test_links_lead_somewhere(page: str) -> None:
         path, _, anchor = target.partition("#")
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), f"{page} links to {target}"
-        assert not anchor or anchor in anchors(file.resolve().relative_to(ROOT).as_posix()), f"{page}: {target}"
+        assert not anchor or anchor in anchors(file.resolve().relative_to(ROOT).as_posix()), (
+            f"{page}: {target}"
+        )
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if not page.startswith(("tests/records/", "benchmarks/results/"))]
+    "page",
+    [page for page in PAGES if not page.startswith(("tests/records/", "benchmarks/results/"))],
 )
 def test_paths_exist(page: str) -> None:
     """Of pages that say what is so now; a dated record names what was there on its day."""
@@ -80,7 +143,8 @@ def test_paths_exist(page: str) -> None:
             problem = wrong_path(word.strip("'\"(),;"), page)
             assert not problem, f"{page}: `{span}`: {problem}"
     for word in re.findall(
-        rf"(?<![\w/.:`-])(?:docs|tests|trainer|privacy|models|data|evaluation)/[\w/]+\.(?:{SUFFIXES})\b", prose(page)
+        rf"(?<![\w/.:`-])(?:docs|tests|trainer|privacy|models|data|evaluation)/[\w/]+\.(?:{SUFFIXES})\b",
+        prose(page),
     ):
         assert exists(word, page), f"{page}: {word}"
 
@@ -97,7 +161,9 @@ def wrong_path(word: str, page: str) -> str:
             return "" if exists(word, page) else f"there is no {word}"
     elif _FILE.fullmatch(word) and word not in WRITTEN:
         name = word.split("::")[0]
-        known = name in names() or exists(word, page) or any(Path(one).match(name) for one in names())
+        known = (
+            name in names() or exists(word, page) or any(Path(one).match(name) for one in names())
+        )
         return "" if known else f"no file is called {name}"
     return ""
 
@@ -113,7 +179,9 @@ def test_named_tests_exist(page: str) -> None:
 def recipe_keys() -> frozenset[str]:
     """section.key of everything that a recipe may hold, and its sections."""
     leaves = [line.split(" ")[0].split(".") for line in key_lines(RunConfig)]
-    return frozenset(".".join(parts[:number]) for parts in leaves for number in range(1, len(parts) + 1))
+    return frozenset(
+        ".".join(parts[:number]) for parts in leaves for number in range(1, len(parts) + 1)
+    )
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -124,7 +192,9 @@ def test_keys_of_recipes_exist(page: str) -> None:
         if key is None or key[1] not in sections:
             continue
         is_file = key[0].endswith(tuple(f".{suffix}" for suffix in SUFFIXES.split("|")))
-        known = key[0] in recipe_keys() or key[0].startswith("model.overrides.")  # the model refuses an unknown one
+        known = key[0] in recipe_keys() or key[0].startswith(
+            "model.overrides."
+        )  # the model refuses an unknown one
         assert known or is_file or is_module(key[0]), f"{page}: no recipe has {span}"
 
 
@@ -132,7 +202,9 @@ def is_module(dotted: str) -> bool:
     """A module of ours, or a name in one."""
     parts = dotted.split(".")
     folders = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return any((ROOT / f"{one}.py").is_file() or ((ROOT / one).is_dir() and "/" in one) for one in folders)
+    return any(
+        (ROOT / f"{one}.py").is_file() or ((ROOT / one).is_dir() and "/" in one) for one in folders
+    )
 
 
 @functools.cache
@@ -141,7 +213,16 @@ def known_options() -> frozenset[str]:
     rooms = r"(launch_scripts|evaluation|data|trainer|benchmarks|privacy|examples)/.*\.(py|s\w+)$"
     sources = [name for name in project_files() if re.match(rooms, name)]
     text = "\n".join((ROOT / name).read_text() for name in sources)
-    foreign = {"--hostfile", "--num_gpus", "--launcher", "--signal", "--export", "--local_rank", "--logdir", "--nodes"}
+    foreign = {
+        "--hostfile",
+        "--num_gpus",
+        "--launcher",
+        "--signal",
+        "--export",
+        "--local_rank",
+        "--logdir",
+        "--nodes",
+    }
     foreign |= {
         "--exclude",
         "--mtime",
@@ -170,8 +251,14 @@ def test_options_exist(page: str) -> None:
 def test_the_architecture_names_every_folder() -> None:
     """All at the top, and every package in ours."""
     text = read("docs/architecture.md")
-    folders = {name.split("/")[0] for name in project_files() if "/" in name and not name.startswith(".")}
-    packages = {Path(name).parent for name in project_files() if re.match(r"(?!tests/)\w+/\w.*/__init__\.py$", name)}
+    folders = {
+        name.split("/")[0] for name in project_files() if "/" in name and not name.startswith(".")
+    }
+    packages = {
+        Path(name).parent
+        for name in project_files()
+        if re.match(r"(?!tests/)\w+/\w.*/__init__\.py$", name)
+    }
     for folder in folders | {package.name for package in packages}:
         assert f"{folder}/`" in text, f"docs/architecture.md does not name {folder}/"
 
@@ -182,7 +269,11 @@ _PAGE_IN_THE_CODE = re.compile(r"\bdocs/[\w/]+\.(?:md|svg|json)\b")
 def test_pages_that_the_code_names_exist() -> None:
     """Docstrings, errors and comments that send a reader to a page."""
     sources = [n for n in project_files() if re.search(r"\.(py|sh|sbatch|toml)$|^Makefile$", n)]
-    named = {(name, page) for name in sources for page in _PAGE_IN_THE_CODE.findall((ROOT / name).read_text())}
+    named = {
+        (name, page)
+        for name in sources
+        for page in _PAGE_IN_THE_CODE.findall((ROOT / name).read_text())
+    }
     assert len(named) > 10
     wrong = [f"{name} names {page}" for name, page in sorted(named) if not (ROOT / page).is_file()]
     assert not wrong, wrong

@@ -10,7 +10,11 @@ from tests.docs.pages import ROOT, read
 
 def record(ending: str) -> Any:
     """The newest one; their names begin with the date."""
-    found = sorted(path for path in (ROOT / "benchmarks/results").rglob("2*.json") if path.name.endswith(ending))
+    found = sorted(
+        path
+        for path in (ROOT / "benchmarks/results").rglob("2*.json")
+        if path.name.endswith(ending)
+    )
     return json.loads(found[-1].read_text())
 
 
@@ -33,7 +37,11 @@ WORKLOADS = ("vit_s_16", "dpcap_base")
 
 def results(*words: str) -> list[str]:
     """The two cells behind the one row of the README's results whose first cell has these words."""
-    (found,) = [cells for name, cells in rows("README.md", "what").items() if all(word in name for word in words)]
+    (found,) = [
+        cells
+        for name, cells in rows("README.md", "what").items()
+        if all(word in name for word in words)
+    ]
     return found
 
 
@@ -44,13 +52,20 @@ def test_what_clipping_costs() -> None:
         " and ".join(f"{measured[name]['time_ratio'][mode]:.2f}" for name in WORKLOADS)
         for mode in ("bookkeeping", "opacus_ghost", "opacus_hooks")
     )
-    assert results("time over") == [ours, f"Opacus: ghost clipping {ghost}, per-example gradients {hooks}"]
+    assert results("time over") == [
+        ours,
+        f"Opacus: ghost clipping {ghost}, per-example gradients {hooks}",
+    ]
 
 
 LIBRARIES = {
-    "this project": "ours", "Opacus 1.6, per-example gradients": "opacus", "Opacus 1.6, ghost clipping": "opacus_ghost",
-    "JAX Privacy 2.0": "jax_privacy", "by hand, one example after the other": "by_hand", "without privacy": "non_private",
-}  # fmt: skip
+    "this project": "ours",
+    "Opacus 1.6, per-example gradients": "opacus",
+    "Opacus 1.6, ghost clipping": "opacus_ghost",
+    "JAX Privacy 2.0": "jax_privacy",
+    "by hand, one example after the other": "by_hand",
+    "without privacy": "non_private",
+}
 
 
 def spread(found: Mapping[str, float], digits: int) -> str:
@@ -63,7 +78,9 @@ def test_the_same_network_by_other_libraries() -> None:
         f"{cell['data']}, epsilon {cell['target_epsilon']:g}": cell
         for cell in record("2026-11-23-utility.json")["cells"]
     }
-    assert set(cells) == {f"{data}, epsilon {epsilon}" for data in ("digits", "fashion") for epsilon in (3, 8)}
+    assert set(cells) == {
+        f"{data}, epsilon {epsilon}" for data in ("digits", "fashion") for epsilon in (3, 8)
+    }
     times, memories = [], []
     table = rows("benchmarks/README.md", "accuracy; time")
     assert list(table) == list(LIBRARIES)
@@ -72,19 +89,27 @@ def test_the_same_network_by_other_libraries() -> None:
         for row, system in LIBRARIES.items():
             one = systems[system]
             assert len(one["accuracies"]) == 5, "five seeds"
-            assert table[row][number] == f"{spread(one['accuracy'], 3)}; {one['time_ratio']['mean']:.2f}", (name, row)
+            assert (
+                table[row][number]
+                == f"{spread(one['accuracy'], 3)}; {one['time_ratio']['mean']:.2f}"
+            ), (name, row)
             difference = one["accuracy_minus_ours"]
             told_apart = abs(difference["mean"]) > difference["half_width"]
             assert not told_apart or system == "non_private", "both pages: cannot be told apart"
         ours, opacus = systems["ours"], systems["opacus"]
         time, memory = (
-            interval([a / b for a, b in zip(ours[of], opacus[of], strict=True)]) for of in ("seconds", "peak_mib")
+            interval([a / b for a, b in zip(ours[of], opacus[of], strict=True)])
+            for of in ("seconds", "peak_mib")
         )
         times, memories = [*times, time["mean"]], [*memories, memory["mean"]]
     one = cells["fashion, epsilon 8"]["systems"]
-    ours, opacus, jax = (spread(one[name]["accuracy"], 3) for name in ("ours", "opacus", "jax_privacy"))
+    ours, opacus, jax = (
+        spread(one[name]["accuracy"], 3) for name in ("ours", "opacus", "jax_privacy")
+    )
     assert results("same small network") == [ours, f"Opacus {opacus}, JAX Privacy {jax}"]
-    assert f"{min(times):.2f} to {max(times):.2f} times Opacus' time" in " ".join(read("README.md").split())
+    assert f"{min(times):.2f} to {max(times):.2f} times Opacus' time" in " ".join(
+        read("README.md").split()
+    )
     said = f"{min(times):.2f} to {max(times):.2f} times the time of Opacus with per-example gradients and "
     assert f"{said}{min(memories):.2f} to {max(memories):.2f} times its memory" in " ".join(
         read("benchmarks/README.md").split()
@@ -97,25 +122,38 @@ def test_what_opacus_gets_wrong() -> None:
     table = rows("benchmarks/README.md", "small model")
     systems = ("ours", "opacus", "opacus_ghost", "by_hand")
     for name, words in table.items():
-        said = [found[name][system].partition(":")[0].replace(" by 0", " by 0") for system in systems]
+        said = [
+            found[name][system].partition(":")[0].replace(" by 0", " by 0") for system in systems
+        ]
         assert words[:3] == said[:3], (name, words, said)
     bad = [name for name, words in table.items() if words[0] == "exact" and words[1] != "exact"]
-    assert len(bad) == 4 and "On four small models Opacus is wrong or stops" in " ".join(read("README.md").split())
+    assert len(bad) == 4 and "On four small models Opacus is wrong or stops" in " ".join(
+        read("README.md").split()
+    )
 
 
 def test_the_small_world() -> None:
     """README.md's row, and the first table of the record's page."""
     arms = record("-small-world.json")["arms"]
-    means = {name: {"mean": arm["mean_of_probes"], "half_width": arm["half_width"]} for name, arm in arms.items()}
+    means = {
+        name: {"mean": arm["mean_of_probes"], "half_width": arm["half_width"]}
+        for name, arm in arms.items()
+    }
     ours, compared = results("small world")
     assert ours == f"DP-Cap at epsilon 8: {spread(means['dpcap'], 3)}"
     controls = {"untrained": "untrained", "HOG": "hog", "HOG with colours": "hog and colours"}
-    assert compared == "; ".join(f"{words} {spread(means[name], 3)}" for words, name in controls.items())
+    assert compared == "; ".join(
+        f"{words} {spread(means[name], 3)}" for words, name in controls.items()
+    )
     table = rows("benchmarks/results/2026-11-27-small-world.md", "features")
     for name, arm in arms.items():
         said = spread(means[name], 3) if arm["half_width"] else f"{arm['mean_of_probes']:.3f}"
         loss = "" if arm["heldout_loss"] is None else f"{arm['heldout_loss']:.3f}"
-        assert (table[name][0], table[name][-2], table[name][-1]) == (said, loss, str(len(arm["seeds"]))), name
+        assert (table[name][0], table[name][-2], table[name][-1]) == (
+            said,
+            loss,
+            str(len(arm["seeds"])),
+        ), name
 
 
 def test_the_quickstart_beats_what_sees_no_picture() -> None:
@@ -125,6 +163,11 @@ def test_the_quickstart_beats_what_sees_no_picture() -> None:
     ours, compared = results("quickstart")
     assert len(found["runs"]) == 5
     right = f"{middle['captions_right']:.1%}".replace("%", " %")
-    assert ours == (f"epsilon {middle['epsilon']:.2f} at delta 1e-5; {right} of 1,000 captions exactly right")
+    assert ours == (
+        f"epsilon {middle['epsilon']:.2f} at delta 1e-5; {right} of 1,000 captions exactly right"
+    )
     assert compared == "the most frequent caption: 9.3 %"
-    assert all(run["heldout_loss"] <= 0.5 * run["blind_loss"] and run["captions_right"] > 0.5 for run in found["runs"])
+    assert all(
+        run["heldout_loss"] <= 0.5 * run["blind_loss"] and run["captions_right"] > 0.5
+        for run in found["runs"]
+    )

@@ -58,7 +58,9 @@ def test_commands_of_a_page(page: str, trained: Path, tmp_path: Path) -> None:
     copy_project(project)
     stand_ins.put(page, project, trained)
     for block in blocks(page):
-        if block.language == "python" and not any(re.search(p, f"{page}\n{block.text}") for p in PYTHON_NOT_RUN):
+        if block.language == "python" and not any(
+            re.search(p, f"{page}\n{block.text}") for p in PYTHON_NOT_RUN
+        ):
             run(["python", "-c", block.text], project, str(block))
         elif block.language == "bash":
             for command in commands(block):
@@ -87,15 +89,27 @@ def run(words: list[str], project: Path, what: str) -> None:
     environment = quiet_environment(PATH=f"{project / '.venv/bin'}:{os.environ['PATH']}")
     environment.pop("VIRTUAL_ENV", None)
     done = subprocess.run(
-        words, cwd=project, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WITHIN,
-        stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{what}\nas {shlex.join(words)}: exit code {done.returncode}\n{done.stdout[-4000:]}"
+        words,
+        cwd=project,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=WITHIN,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"{what}\nas {shlex.join(words)}: exit code {done.returncode}\n{done.stdout[-4000:]}"
+    )
 
 
 def test_the_tables_name_what_there_is() -> None:
     """No entry outlives its command, and no page with commands is forgotten."""
-    lines = {page: [c for b in blocks(page) if b.language == "bash" for c in commands(b)] for page in PAGES}
+    lines = {
+        page: [c for b in blocks(page) if b.language == "bash" for c in commands(b)]
+        for page in PAGES
+    }
     texts = [" ".join(c.words) for found in lines.values() for c in found]
     for pattern in (*SHORTER, *NOT_RUN):
         assert any(re.search(pattern, text) for text in texts), f"no command matches {pattern}"
@@ -103,7 +117,9 @@ def test_the_tables_name_what_there_is() -> None:
     def has_programs(block: Block) -> bool:
         return block.language in ("bash", "python")
 
-    with_commands = {p for p in GUIDES if p.startswith("docs/") and any(has_programs(b) for b in blocks(p))}
+    with_commands = {
+        p for p in GUIDES if p.startswith("docs/") and any(has_programs(b) for b in blocks(p))
+    }
     names = ("data", "evaluation", "extending", "importing", "models", "own_loop", "own_pictures")
     elsewhere = {f"docs/{name}.md" for name in names}
     assert with_commands - set(PAGES) == elsewhere

@@ -43,9 +43,14 @@ def launch(
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [str(programs / launcher), *options[launcher], script, *arguments]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=quiet_environment(**environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=quiet_environment(**environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -66,7 +71,11 @@ def start_ranks(
     """Two ranks without a launcher that would react to their death; output goes to `log`."""
     port = str(free_port())
     return [
-        Forked([script, *arguments], stdout=log, env=rank_environment(rank, world_size, port, **environment))
+        Forked(
+            [script, *arguments],
+            stdout=log,
+            env=rank_environment(rank, world_size, port, **environment),
+        )
         for rank in range(world_size)
     ]
 

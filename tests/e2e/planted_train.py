@@ -137,7 +137,9 @@ def crash(point: str, count: int) -> None:
             no_space()
         if point == "in_ledger_write":
             file, data = arguments
-            os.write(file._descriptor, data[: count * 7919 % len(data)])  # torn anywhere, the newline missing
+            os.write(
+                file._descriptor, data[: count * 7919 % len(data)]
+            )  # torn anywhere, the newline missing
             os.fsync(file._descriptor)
         if point == "in_record":
             with arguments[0]._members_path.open("ab") as file:

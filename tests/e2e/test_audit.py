@@ -29,11 +29,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run with canaries in its data, and their folder."""
     folder = tmp_path_factory.mktemp("audit")
     canaries, run_dir = folder / "canaries", folder / "run"
-    made = alone(["canaries", "--output", str(canaries), "--num_canaries", "100", "--image_size", "32"], script=AUDIT)
+    made = alone(
+        ["canaries", "--output", str(canaries), "--num_canaries", "100", "--image_size", "32"],
+        script=AUDIT,
+    )
     assert made.returncode == 0, made.stderr
     assert (canaries / "coins.json").stat().st_mode & 0o777 == 0o600
     shards = f'data.shards="data/demo/train-*.tar,{canaries}"'
-    result = alone(["--engine", "local", *train_arguments(run_dir, shards, "heldout.num_captions=0")])
+    result = alone(
+        ["--engine", "local", *train_arguments(run_dir, shards, "heldout.num_captions=0")]
+    )
     assert result.returncode == 0, result.stderr
     return run_dir, canaries
 
@@ -50,7 +55,9 @@ def test_ledger_and_schedule_of_a_true_run(finished: tuple[Path, Path]) -> None:
 def test_canaries_of_a_small_run_refute_nothing(finished: tuple[Path, Path]) -> None:
     run_dir, canaries = finished
     found = report("run", run_dir, "--canaries", str(canaries))
-    assert {check["name"]: check["outcome"] for check in found["checks"]}["canaries_in_data"] == "ok"
+    assert {check["name"]: check["outcome"] for check in found["checks"]}[
+        "canaries_in_data"
+    ] == "ok"
     assert "gross mistakes" in found["note"]
 
 

@@ -16,9 +16,13 @@ from tests.privacy.ledger_epsilon import recompute
 
 def arguments(run_dir: Path, steps: int, reserve: int) -> list[str]:
     return train_arguments(
-        run_dir, "--engine", "local", f"train.num_steps={steps}", f"privacy.reserved_attempts={reserve}",
+        run_dir,
+        "--engine",
+        "local",
+        f"train.num_steps={steps}",
+        f"privacy.reserved_attempts={reserve}",
         "heldout.num_captions=0",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.full
@@ -31,7 +35,11 @@ def test_contract_9_a_crash_at_every_point(tmp_path: Path) -> None:
         before = count(run_dir, "intent")
         done = alone([f"{point}:{2 + number % 2}", *started], script=PLANTED, NOISE_LOG=noise)
         assert done.returncode == -9, (point, done.stderr[-2000:])
-        assert count(run_dir, "intent") > before or point in ("before_intent", "in_record", "in_ledger_write")
+        assert count(run_dir, "intent") > before or point in (
+            "before_intent",
+            "in_record",
+            "in_ledger_write",
+        )
     done = alone(["nothing", *started], script=PLANTED, NOISE_LOG=noise)
     assert done.returncode == 0, done.stderr[-2000:]
     assert count(run_dir, "torn") == count(run_dir, "repair") == 1
@@ -43,10 +51,14 @@ def test_contract_9_a_crash_at_every_point(tmp_path: Path) -> None:
         assert "violated" not in report.verdict, report.to_text()
 
 
-def test_contract_1_and_7_a_copied_run_folder_continued_twice_shares_no_coins_and_no_noise(tmp_path: Path) -> None:
+def test_contract_1_and_7_a_copied_run_folder_continued_twice_shares_no_coins_and_no_noise(
+    tmp_path: Path,
+) -> None:
     first, steps = tmp_path / "run", 4
     noise = [str(tmp_path / f"noise-{which}") for which in range(3)]
-    done = alone(["before_done:2", *arguments(first, steps, 20)], script=PLANTED, NOISE_LOG=noise[0])
+    done = alone(
+        ["before_done:2", *arguments(first, steps, 20)], script=PLANTED, NOISE_LOG=noise[0]
+    )
     assert done.returncode == -9
     copies = [tmp_path / "left", tmp_path / "right"]
     shared = count(first, "intent")
@@ -57,6 +69,8 @@ def test_contract_1_and_7_a_copied_run_folder_continued_twice_shares_no_coins_an
         assert done.returncode == 0, done.stderr[-2000:]
         members.append(members_of(copy))
     for left in members[0][shared:]:
-        assert all(len(np.intersect1d(left, right)) <= 8 for right in members[1])  # 24 of 3,000 twice: 0.2 on average
+        assert all(
+            len(np.intersect1d(left, right)) <= 8 for right in members[1]
+        )  # 24 of 3,000 twice: 0.2 on average
     draws = [Path(record).read_text().split() for record in noise]
     assert len({draw for record in draws for draw in record}) == sum(map(len, draws))

@@ -22,14 +22,18 @@ Ranks = list[Forked]
 
 def arguments(run_dir: Path, *more: str, engine: str) -> list[str]:
     settings = ("train.num_steps=400", "heldout.num_captions=0", "train.checkpoint_every=2", *more)
-    return train_arguments(run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero1.json")
+    return train_arguments(
+        run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero1.json"
+    )
 
 
 @contextmanager
 def running(
     run_dir: Path, plant: str = "patience", *, more: tuple[str, ...] = (), engine: str = "local"
 ) -> Iterator[Ranks]:
-    ranks = start_ranks([plant, *arguments(run_dir, *more, engine=engine)], 2, log_of(run_dir), script=PLANTED)
+    ranks = start_ranks(
+        [plant, *arguments(run_dir, *more, engine=engine)], 2, log_of(run_dir), script=PLANTED
+    )
     try:
         yield ranks
     finally:
@@ -41,10 +45,14 @@ def log_of(run_dir: Path) -> Path:
     return run_dir.with_suffix(".log")
 
 
-def wait_for(run_dir: Path, condition: Callable[[], bool], ranks: Ranks, within: float = 180) -> None:
+def wait_for(
+    run_dir: Path, condition: Callable[[], bool], ranks: Ranks, within: float = 180
+) -> None:
     deadline = time.monotonic() + within
     while not condition():
-        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline, log_of(run_dir).read_text()
+        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline, log_of(
+            run_dir
+        ).read_text()
         time.sleep(0.01)
 
 
@@ -54,7 +62,9 @@ def ends(ranks: Ranks, run_dir: Path, within: float = WITHIN) -> list[int]:
     try:
         return [rank.wait(timeout=max(0.01, deadline - time.monotonic())) for rank in ranks]
     except subprocess.TimeoutExpired:
-        raise AssertionError(f"a rank still runs after {within} s:\n{log_of(run_dir).read_text()[-3000:]}") from None
+        raise AssertionError(
+            f"a rank still runs after {within} s:\n{log_of(run_dir).read_text()[-3000:]}"
+        ) from None
 
 
 def errors(run_dir: Path) -> list[str]:
@@ -77,7 +87,13 @@ def resumes(run_dir: Path) -> None:
         (1, "local"),
         *(
             pytest.param(victim, engine, marks=pytest.mark.full)
-            for victim, engine in [(0, "local"), (1, "deepspeed"), (0, "deepspeed"), (0, "fsdp"), (1, "fairscale")]
+            for victim, engine in [
+                (0, "local"),
+                (1, "deepspeed"),
+                (0, "deepspeed"),
+                (0, "fsdp"),
+                (1, "fairscale"),
+            ]
         ),
     ],
 )
@@ -101,7 +117,10 @@ def test_a_raising_rank(tmp_path: Path, victim: int) -> None:
         wait_for(run_dir, lambda: count(run_dir, "done") >= 2, ranks)
         assert ends(ranks, run_dir) == [1, 1]
     said = log_of(run_dir).read_text()
-    assert errors(run_dir) == [f"error on rank {victim}:"] and said.count("ArithmeticError: made to fail") == 1
+    assert (
+        errors(run_dir) == [f"error on rank {victim}:"]
+        and said.count("ArithmeticError: made to fail") == 1
+    )
     assert said.count("Traceback") == 1, said
     assert count(run_dir, "intent") == 2, "the step had not been charged"
 
@@ -114,7 +133,9 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
         wait_for(run_dir, lambda: count(run_dir, "done") >= 4, ranks)
         assert ends(ranks, run_dir) == [1, 1]
     said = errors(run_dir)
-    assert len(said) == 1 and said[0].startswith(f"error on rank {victim}: checkpoint step-00000004 could not be")
+    assert len(said) == 1 and said[0].startswith(
+        f"error on rank {victim}: checkpoint step-00000004 could not be"
+    )
     assert "No space left on device" in said[0]
     assert (run_dir / "checkpoints" / "LATEST").read_text() == "step-00000002\n"
     resumes(run_dir)
@@ -122,7 +143,9 @@ def test_a_full_disk_in_a_checkpoint(tmp_path: Path, victim: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("signalled", [1, 0])
-def test_a_step_after_its_intent_is_abandoned_and_stays_charged(tmp_path: Path, signalled: int) -> None:
+def test_a_step_after_its_intent_is_abandoned_and_stays_charged(
+    tmp_path: Path, signalled: int
+) -> None:
     """One rank sleeps between intent and noise; the other is blocked in a collective, where no handler runs."""
     run_dir = tmp_path / "run"
     with running(run_dir, "after_intent:0:3:600", more=("train.grace_seconds=2",)) as ranks:
@@ -130,14 +153,19 @@ def test_a_step_after_its_intent_is_abandoned_and_stays_charged(tmp_path: Path, 
         os.kill(ranks[signalled].pid, signal.SIGTERM)
         assert ends(ranks, run_dir, within=30) == [7, 7], log_of(run_dir).read_text()[-3000:]
     said = log_of(run_dir).read_text()
-    assert said.count("stopped: a step did not end within 2 s of SIGTERM or SIGINT") == 1 and "error" not in said
+    assert (
+        said.count("stopped: a step did not end within 2 s of SIGTERM or SIGINT") == 1
+        and "error" not in said
+    )
     assert count(run_dir, "intent") == 3 and count(run_dir, "done") == 2
     assert (run_dir / "checkpoints" / "LATEST").read_text() == "step-00000002\n"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("step", [2, 0])
-def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_that_one_rank_never_joins(
+    tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a step, after one of many slow micro-batches that is not ended, and in the start; everybody lives and beats."""
     run_dir = tmp_path / "run"
     monkeypatch.setenv("STILL_AFTER", "4")
@@ -146,7 +174,8 @@ def test_a_collective_that_one_rank_never_joins(tmp_path: Path, step: int, monke
         assert ends(ranks, run_dir, within=120) == [1, 1]
     (said,) = errors(run_dir)
     assert re.match(
-        rf"error: no rank has moved for \d+ s {'in step 2' if step else 'before the first step'} \(", said
+        rf"error: no rank has moved for \d+ s {'in step 2' if step else 'before the first step'} \(",
+        said,
     ), said
     assert re.search(r"rank 0 \(host \S+\) in \w+ \(privacy/step/collectives\.py:\d+\)", said), said
     assert count(run_dir, "done") == max(0, step - 1), "the step is neither charged nor taken"

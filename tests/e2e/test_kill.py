@@ -14,7 +14,15 @@ from privacy.card.folder import read_utility
 from privacy.ledger.records import read_ledger
 from privacy.sampling.keys import SamplingKey
 from privacy.verify import verify
-from tests.e2e.launch import PLANTED, alone, count, kill_group, ledger_lines, start_ranks, train_arguments
+from tests.e2e.launch import (
+    PLANTED,
+    alone,
+    count,
+    kill_group,
+    ledger_lines,
+    start_ranks,
+    train_arguments,
+)
 from tests.privacy.published import read_metrics
 
 NUM_STEPS = 20
@@ -22,7 +30,13 @@ FEW_STEPS = 6
 
 
 def run_with_kills(
-    run_dir: Path, kills: int, reserve: int, seed: int, *, steps: int = NUM_STEPS, first_at_intent: bool = False
+    run_dir: Path,
+    kills: int,
+    reserve: int,
+    seed: int,
+    *,
+    steps: int = NUM_STEPS,
+    first_at_intent: bool = False,
 ) -> int:
     """Starts the run again and again, killing all ranks `kills` times; returns the exit code of the last start.
 
@@ -30,13 +44,18 @@ def run_with_kills(
     """
     random_moments = random.Random(seed)
     arguments = train_arguments(
-        run_dir, f"train.num_steps={steps}", f"privacy.reserved_attempts={reserve}", "heldout.num_captions=0"
+        run_dir,
+        f"train.num_steps={steps}",
+        f"privacy.reserved_attempts={reserve}",
+        "heldout.num_captions=0",
     )
     log, noise = run_dir.with_suffix(".log"), str(run_dir.with_suffix(".noise"))
     for kill in range(kills):
         before = len(ledger_lines(run_dir))
         ranks = start_ranks(["nothing", *arguments], 2, log, script=PLANTED, NOISE_LOG=noise)
-        wanted = before + random_moments.randint(1, 8)  # anywhere: before the session, between intent and done, later
+        wanted = before + random_moments.randint(
+            1, 8
+        )  # anywhere: before the session, between intent and done, later
         deadline = time.monotonic() + 120
         while len(ledger_lines(run_dir)) < wanted and all(r.poll() is None for r in ranks):
             assert time.monotonic() < deadline, log.read_text()[-3000:]
@@ -62,7 +81,9 @@ def members_of(run_dir: Path) -> list[np.ndarray]:
         if line["type"] == "session":
             nonce = bytes.fromhex(line["nonce"])
         if line["type"] == "intent":
-            members.append(state.plan.sampler.members(key.coin_key(nonce, line["attempt"]), line["step"]))
+            members.append(
+                state.plan.sampler.members(key.coin_key(nonce, line["attempt"]), line["step"])
+            )
     return members
 
 
@@ -87,7 +108,9 @@ def check_finished(run_dir: Path, steps: int) -> None:
     check_ledger(run_dir)
     state = read_ledger(run_dir / "ledger.jsonl")
     assert state.closed == "finished"
-    assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(range(1, steps + 1))
+    assert {line["step"] for line in ledger_lines(run_dir) if line["type"] == "done"} == set(
+        range(1, steps + 1)
+    )
     assert state.num_charged >= count(run_dir, "intent") >= count(run_dir, "done") >= steps
 
 
@@ -97,7 +120,9 @@ def kill_and_finish(run_dir: Path, kills: int, seed: int, steps: int = NUM_STEPS
     check_finished(run_dir, steps)
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(1, FEW_STEPS), pytest.param(3, NUM_STEPS, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(1, FEW_STEPS), pytest.param(3, NUM_STEPS, marks=pytest.mark.full)]
+)
 def test_contract_9_kills(tmp_path: Path, kills: int, steps: int) -> None:
     kill_and_finish(tmp_path / "run", kills, seed=1, steps=steps)
 
@@ -109,7 +134,10 @@ def test_no_curve_steps_back_after_a_kill(tmp_path: Path) -> None:
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_dir, more = tmp_path / "run", ("train.num_steps=6", "train.checkpoint_every=3", "heldout.every_steps=1")
+    run_dir, more = (
+        tmp_path / "run",
+        ("train.num_steps=6", "train.checkpoint_every=3", "heldout.every_steps=1"),
+    )
     arguments = train_arguments(
         run_dir, "--engine", "local", *more, "heldout.num_captions=2", "privacy.reserved_attempts=9"
     )
@@ -118,21 +146,38 @@ def test_no_curve_steps_back_after_a_kill(tmp_path: Path) -> None:
     done = alone(["nothing", *arguments], script=PLANTED)
     assert done.returncode == 0, done.stderr[-3000:]
     for folder in (run_dir, run_dir / "private"):
-        events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+        events = EventAccumulator(
+            str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+        )
         tags = events.Reload().Tags()
         curves = {tag: [event.step for event in events.Scalars(tag)] for tag in tags["scalars"]}
         curves |= {tag: [event.step for event in events.Images(tag)] for tag in tags["images"]}
         for tag, steps in curves.items():
-            assert steps == list(range(0 if tag.startswith("heldout/") else 1, 7)), (folder.name, tag)
+            assert steps == list(range(0 if tag.startswith("heldout/") else 1, 7)), (
+                folder.name,
+                tag,
+            )
         texts = {tag: [event.step for event in events.Tensors(tag)] for tag in tags["tensors"]}
-        assert all(before < after for steps in texts.values() for before, after in pairwise(steps)), texts
-        assert folder != run_dir or {step for steps in texts.values() for step in steps} == set(range(7))
-        lines = [(line["step"], line["attempt"]) for line in read_metrics(folder) if "heldout/loss" not in line]
+        assert all(
+            before < after for steps in texts.values() for before, after in pairwise(steps)
+        ), texts
+        assert folder != run_dir or {step for steps in texts.values() for step in steps} == set(
+            range(7)
+        )
+        lines = [
+            (line["step"], line["attempt"])
+            for line in read_metrics(folder)
+            if "heldout/loss" not in line
+        ]
         assert lines == [(1, 0), (1, 1), (2, 1), (3, 0), (4, 0), (4, 1), (5, 1), (6, 0)]
     expected = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (4, 1), (5, 1), (6, 0)]
     for file in (run_dir / "metrics.jsonl", run_dir / "evaluation/heldout.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
-        assert [(line["step"], line["attempt"]) for line in lines if {"loss", "heldout/loss"} & line.keys()] == expected
+        assert [
+            (line["step"], line["attempt"])
+            for line in lines
+            if {"loss", "heldout/loss"} & line.keys()
+        ] == expected
     assert [point.step for point in read_utility(run_dir).heldout_loss] == list(range(7))
     code, found = verify(run_dir)
     assert code == 0, found

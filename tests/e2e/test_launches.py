@@ -42,14 +42,19 @@ ENGINES = [("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3), ("fsdp", 3), ("
 def test_a_launch_of_each_engine(tmp_path: Path, launcher: Any, engine: str, stage: int) -> None:
     run_dir = tmp_path / "run"
     workers = f"data.num_workers={int(launcher == 'deepspeed')}"
-    arguments = train_arguments(run_dir, "heldout.num_captions=1", workers, ds_config=f"ds_configs/zero{stage}.json")
+    arguments = train_arguments(
+        run_dir, "heldout.num_captions=1", workers, ds_config=f"ds_configs/zero{stage}.json"
+    )
     result = launch(["--engine", engine, *arguments], launcher=launcher)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said[-4000:]
     assert "terminate called" not in said
     assert "done: 4 steps, epsilon" in result.stdout
     said = " ".join(result.stdout.split())
-    assert said.count("noise-to-signal ") == 1 and "accumulated over 4 steps: as runs that learned nothing" in said
+    assert (
+        said.count("noise-to-signal ") == 1
+        and "accumulated over 4 steps: as runs that learned nothing" in said
+    )
     kinds = [line["type"] for line in ledger_lines(run_dir)]
     assert kinds == ["open", "session", *["intent", "done", "checkpoint"] * 4, "close"]
 
@@ -68,11 +73,18 @@ def wait_for_steps(run_dir: Path, run: Sequence[Any], log: Path, number: int = 2
 def test_sigterm_to_everything_saves_and_exits_7(tmp_path: Path) -> None:
     """To every process of the sessions, data workers included, which must outlive it until the trainer has stopped."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = ("train.num_steps=400", "heldout.num_captions=0", "train.checkpoint_every=1000", "data.num_workers=1")
+    options = (
+        "train.num_steps=400",
+        "heldout.num_captions=0",
+        "train.checkpoint_every=1000",
+        "data.num_workers=1",
+    )
     ranks = start_ranks(train_arguments(run_dir, *options), 2, log)
     try:
         wait_for_steps(run_dir, ranks, log, 1)
-        listed = subprocess.run(["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["ps", "-eo", "pid,sid"], capture_output=True, text=True, check=True
+        ).stdout
         for pid, session in (map(int, line.split()) for line in listed.splitlines()[1:]):
             if session in {rank.pid for rank in ranks}:
                 with contextlib.suppress(ProcessLookupError):
@@ -82,11 +94,14 @@ def test_sigterm_to_everything_saves_and_exits_7(tmp_path: Path) -> None:
         for rank in ranks:
             kill_group(rank)
     assert "stopped on request" in log.read_text(), log.read_text()[-3000:]
-    assert (run_dir / "checkpoints" / f"step-{count(run_dir, 'done'):08d}" / "manifest.json").exists()
+    assert (
+        run_dir / "checkpoints" / f"step-{count(run_dir, 'done'):08d}" / "manifest.json"
+    ).exists()
 
 
 @pytest.mark.parametrize(
-    "off", ["privacy.noise_multiplier=0", pytest.param("privacy.enabled=false", marks=pytest.mark.full)]
+    "off",
+    ["privacy.noise_multiplier=0", pytest.param("privacy.enabled=false", marks=pytest.mark.full)],
 )
 def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path, off: str) -> None:
     run_dir = tmp_path / "run"
@@ -103,7 +118,11 @@ def test_contract_11_and_12_a_run_without_noise_says_so(tmp_path: Path, off: str
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks, to be read only; quickstart and lost launchers start DeepSpeed's engine and FSDP2."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    arguments = ["--engine", "fairscale", *train_arguments(run_dir, ds_config="ds_configs/zero1.json")]
+    arguments = [
+        "--engine",
+        "fairscale",
+        *train_arguments(run_dir, ds_config="ds_configs/zero1.json"),
+    ]
     train_together(arguments, run_dir.with_suffix(".log"))
     return run_dir
 
@@ -115,7 +134,9 @@ def test_contract_12_private_quantities_stay_private(finished: Path) -> None:
     last = json.loads((run_dir / "private" / "metrics.jsonl").read_text().splitlines()[-1])
     private = last.keys() - {"step", "attempt", "time_unix"}
     public = "".join(
-        p.read_text(errors="replace") for p in run_dir.rglob("*") if p.is_file() and "private" not in p.parts
+        p.read_text(errors="replace")
+        for p in run_dir.rglob("*")
+        if p.is_file() and "private" not in p.parts
     )
     assert {"train/loss", "train/clipped_fraction", "train/batch_size"} <= private
     assert not [name for name in private if name in public]
@@ -126,7 +147,9 @@ def test_contract_12_private_quantities_stay_private(finished: Path) -> None:
 def test_tensorboard_shows_what_matters(finished: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(finished / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
+    events = EventAccumulator(
+        str(finished / "tensorboard"), size_guidance={"images": 0, "tensors": 0}
+    )
     events.Reload()
     tags = events.Tags()
     assert {"privacy/epsilon", "optimizer/lr", "heldout/loss"} <= set(tags["scalars"])
@@ -138,7 +161,9 @@ def test_tensorboard_shows_what_matters(finished: Path) -> None:
     assert any("heldout/samples" in tag for tag in tags["tensors"])
 
 
-def test_the_same_command_on_a_finished_run_says_so_and_another_one_is_refused(finished: Path, tmp_path: Path) -> None:
+def test_the_same_command_on_a_finished_run_says_so_and_another_one_is_refused(
+    finished: Path, tmp_path: Path
+) -> None:
     """Exit 4 for a foreign key; tests/trainer/test_refused_starts.py has the many ways."""
     run_dir = shutil.copytree(finished, tmp_path / "run")
     again = ["--engine", "fairscale", *train_arguments(run_dir, ds_config="ds_configs/zero1.json")]
@@ -150,7 +175,9 @@ def test_the_same_command_on_a_finished_run_says_so_and_another_one_is_refused(f
     key.write_bytes(bytes(32))
     refused(again, 4, "key")
     key.write_bytes(secret)
-    (run_dir / "private" / "index" / "manifest.json").unlink()  # an index that was cut short is made again
+    (
+        run_dir / "private" / "index" / "manifest.json"
+    ).unlink()  # an index that was cut short is made again
     assert alone(again).returncode == 0
     assert (run_dir / "ledger.jsonl").read_bytes() == before
 
@@ -166,8 +193,15 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 def arguments(run_dir: Path, *more: str, engine: str = "local") -> list[str]:
-    settings = ("train.num_steps=4000", "train.checkpoint_every=1000", "heldout.num_captions=0", *more)
-    return train_arguments(run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero2.json")
+    settings = (
+        "train.num_steps=4000",
+        "train.checkpoint_every=1000",
+        "heldout.num_captions=0",
+        *more,
+    )
+    return train_arguments(
+        run_dir, "--engine", engine, *settings, ds_config="ds_configs/zero2.json"
+    )
 
 
 def command(launcher: str, run_dir: Path) -> list[str]:
@@ -204,7 +238,9 @@ def launched(run_dir: Path, started: list[str]) -> Iterator["subprocess.Popen[by
     """Until two steps are done; kills everything of it in the end."""
     environment = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with log_of(run_dir).open("ab") as log:
-        process = subprocess.Popen(started, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            started, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         wait_for_steps(run_dir, [process], log_of(run_dir))
         assert len(ranks_of(run_dir)) == 2, log_of(run_dir).read_text()[-3000:]
@@ -235,7 +271,9 @@ def above(pid: int) -> int:
         ),
     ],
 )
-def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: signal.Signals) -> None:
+def test_a_lost_launcher(
+    tmp_path: Path, launcher: str, levels: int, number: signal.Signals
+) -> None:
     """DeepSpeed has two processes above a rank, torchrun one."""
     run_dir = tmp_path / "run"
     with launched(run_dir, command(launcher, run_dir)):
@@ -249,7 +287,9 @@ def test_a_lost_launcher(tmp_path: Path, launcher: str, levels: int, number: sig
             assert time.monotonic() < deadline, log_of(run_dir).read_text()[-3000:]
             time.sleep(0.05)
         said = log_of(run_dir).read_text()
-        assert "stopped on request; the same command resumes" in said and "error on rank" not in said, said[-3000:]
+        assert (
+            "stopped on request; the same command resumes" in said and "error on rank" not in said
+        ), said[-3000:]
         done = count(run_dir, "done")
         assert before <= done <= before + MORE_STEPS
         assert count(run_dir, "intent") == done, "the running step was finished"

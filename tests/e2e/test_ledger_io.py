@@ -12,7 +12,9 @@ def test_a_full_disk_or_a_read_only_ledger_stops_the_run_before_its_step(tmp_pat
     arguments = train_arguments(run_dir, "--engine", "local", "heldout.num_captions=0")
     # The first write is the session, the second the intent of step 1.
     done = alone(["full_disk:2", *arguments], script=PLANTED, NOISE_LOG=str(noise))
-    assert done.returncode == 4 and "cannot write the ledger: No space left" in done.stderr, done.stderr[-2000:]
+    assert done.returncode == 4 and "cannot write the ledger: No space left" in done.stderr, (
+        done.stderr[-2000:]
+    )
     assert not noise.exists()
     state = read_ledger(run_dir / "ledger.jsonl")
     assert (state.num_charged, state.last_done_step, len(state.nonces)) == (0, 0, 1)
@@ -21,7 +23,7 @@ def test_a_full_disk_or_a_read_only_ledger_stops_the_run_before_its_step(tmp_pat
     shutil.move(ledger, aside)
     ledger.mkdir()
     done = alone(arguments, NOISE_LOG=str(noise))
-    assert done.returncode == 4 and "ledger" in done.stderr and done.stderr.strip().count("\n") == 0, done.stderr[
-        -2000:
-    ]
+    assert (
+        done.returncode == 4 and "ledger" in done.stderr and done.stderr.strip().count("\n") == 0
+    ), done.stderr[-2000:]
     assert not list((run_dir / "checkpoints").glob("step-0*"))

@@ -31,7 +31,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("lost") / "run"
     done = alone(["before_intent:4", *arguments(run_dir)], script=PLANTED)
     assert done.returncode == -9, done.stderr
-    assert [line["step"] for line in ledger_lines(run_dir) if line["type"] == "checkpoint"] == [1, 2, 3]
+    assert [line["step"] for line in ledger_lines(run_dir) if line["type"] == "checkpoint"] == [
+        1,
+        2,
+        3,
+    ]
     return run_dir
 
 
@@ -40,7 +44,9 @@ def copied(stopped: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("latest_stays", [pytest.param(False, marks=pytest.mark.full), True])
-def test_lost_checkpoints_are_refused_or_charged_again(stopped: Path, tmp_path: Path, latest_stays: bool) -> None:
+def test_lost_checkpoints_are_refused_or_charged_again(
+    stopped: Path, tmp_path: Path, latest_stays: bool
+) -> None:
     run_dir = copied(stopped, tmp_path)
     for path in (run_dir / "checkpoints").glob("step-*"):
         shutil.rmtree(path)
@@ -51,7 +57,9 @@ def test_lost_checkpoints_are_refused_or_charged_again(stopped: Path, tmp_path: 
         return
     # Killed before the first checkpoint of the new beginning: no loss, so the permission is not asked for again.
     done = alone(["before_done:1", *arguments(run_dir), RESTART], script=PLANTED)
-    assert done.returncode == -9 and "starting again at step 1" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == -9 and "starting again at step 1" in done.stdout, (
+        done.stdout + done.stderr
+    )
     done = alone(arguments(run_dir))
     assert done.returncode == 0, done.stderr
     sessions = [line for line in ledger_lines(run_dir) if line["type"] == "session"]
@@ -78,11 +86,15 @@ def test_a_run_that_never_had_a_checkpoint_starts_again(tmp_path: Path) -> None:
     done = alone(["in_checkpoint:1", *arguments(run_dir)], script=PLANTED)
     assert done.returncode == -9 and count(run_dir, "done") == 1
     done = alone(arguments(run_dir))
-    assert done.returncode == 0 and "starting again at step 1" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "starting again at step 1" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert count(run_dir, "intent") == 1 + 4
 
 
-def test_a_ledger_cut_by_a_third_is_refused_and_both_audits_find_it(stopped: Path, tmp_path: Path) -> None:
+def test_a_ledger_cut_by_a_third_is_refused_and_both_audits_find_it(
+    stopped: Path, tmp_path: Path
+) -> None:
     run_dir = copied(stopped, tmp_path)
     shutil.rmtree(run_dir / "checkpoints")
     ledger = run_dir / "ledger.jsonl"
@@ -91,7 +103,11 @@ def test_a_ledger_cut_by_a_third_is_refused_and_both_audits_find_it(stopped: Pat
     assert count(run_dir, "intent") == 2
     (run_dir / "metrics.jsonl").unlink()  # the record of attempts finds it alone
     refused(run_dir, "members.jsonl contradict each other", "rolled back or replaced")
-    assert ledger_audit(run_dir).failed() == ["attempts"] and schedule_audit(run_dir).failed() == ["attempts"]
+    assert ledger_audit(run_dir).failed() == ["attempts"] and schedule_audit(run_dir).failed() == [
+        "attempts"
+    ]
     (run_dir / "private" / "members.jsonl").unlink()
     refused(run_dir, "cannot read the record of attempts")
-    assert ledger_audit(run_dir).failed() == ["attempts"] and schedule_audit(run_dir).failed() == ["attempts"]
+    assert ledger_audit(run_dir).failed() == ["attempts"] and schedule_audit(run_dir).failed() == [
+        "attempts"
+    ]

@@ -48,8 +48,14 @@ class _Task:
 
 def captioner() -> Captioner:
     """Small, with the words of the embedded tokenizer."""
-    words = {"vocab_size": TOKENIZER.vocab_size, "bos_id": TOKENIZER.bos_id, "eos_id": TOKENIZER.eos_id}
-    return build_captioner(tiny_config(**words, num_tokens=32), generator=torch.Generator().manual_seed(0)).eval()
+    words = {
+        "vocab_size": TOKENIZER.vocab_size,
+        "bos_id": TOKENIZER.bos_id,
+        "eos_id": TOKENIZER.eos_id,
+    }
+    return build_captioner(
+        tiny_config(**words, num_tokens=32), generator=torch.Generator().manual_seed(0)
+    ).eval()
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ def save_digits(folder: Path, count: int = 1200) -> tuple[str, str]:
     return f"features:{folder}/train.npz", f"features:{folder}/test.npz"
 
 
-def pictures(count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def pictures(
+    count: int, *, num_classes: int = 3, side: int = 16, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """(N, side, side, 3) uint8 and labels: each class has a colour of its own, plus noise."""
     rng = np.random.default_rng(seed)
     labels_N = np.arange(count) % num_classes
@@ -48,11 +50,21 @@ def save_pictures(folder: Path, count: int) -> str:
 
 
 def exact_delta(mu: float, epsilon: float) -> float:
-    return float(stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu))
+    return float(
+        stats.norm.cdf(mu / 2 - epsilon / mu)
+        - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
+    )
 
 
 def spent(ledger: Path) -> float:
     """mu of all releases of all intents, as it is charged: with what rounding may add to a sensitivity."""
     records = [json.loads(line) for line in ledger.read_text().splitlines()]
-    releases = [release for record in records if record["type"] == "intent" for release in record["releases"]]
-    return (1 + SENSITIVITY_SLACK) * math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in releases))
+    releases = [
+        release
+        for record in records
+        if record["type"] == "intent"
+        for release in record["releases"]
+    ]
+    return (1 + SENSITIVITY_SLACK) * math.sqrt(
+        sum((r["sensitivity"] / r["std"]) ** 2 for r in releases)
+    )

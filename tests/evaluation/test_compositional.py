@@ -30,7 +30,9 @@ def test_the_box_is_what_is_shown(tmp_path: Path) -> None:
     assert pixels is not None and (denormalize(pixels).reshape(-1, 3) == (0, 0, 255)).all()
     whole = compositional.pixels_of(Choice(tmp_path / "a.png", ("x",), "g"), 16)
     assert whole is not None  # squashed, not cropped: both halves are whole
-    assert denormalize(whole)[8, 0].tolist() == [255, 0, 0] and denormalize(whole)[8, 15].tolist() == [0, 0, 255]
+    assert denormalize(whole)[8, 0].tolist() == [255, 0, 0] and denormalize(whole)[
+        8, 15
+    ].tolist() == [0, 0, 255]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,13 @@ def test_the_least_loss_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compositional, "losses", lambda *_: {"sum": said})
     chosen, undecodable = choose(captioner(), TOKENIZER, tests)
     answers = chosen["sum"]
-    assert undecodable == 1 and answers["x"].credits_N.mean() == answers["y"].credits_N.mean() == 0.5
+    assert (
+        undecodable == 1 and answers["x"].credits_N.mean() == answers["y"].credits_N.mean() == 0.5
+    )
     assert answers["x"].chances_N == pytest.approx(1 / 3)
-    guessing = Answers(np.repeat([1.0, 0.0], [60, 40]), np.full(100, 0.5)).p_value  # at least 60 of 100
+    guessing = Answers(
+        np.repeat([1.0, 0.0], [60, 40]), np.full(100, 0.5)
+    ).p_value  # at least 60 of 100
     assert guessing == pytest.approx(sum(comb(100, k) for k in range(60, 101)) / 2**100)
     with pytest.raises(DataError, match="no tests"):
         choose(captioner(), TOKENIZER, [])
@@ -69,7 +75,10 @@ def test_the_least_loss_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_without_a_look_cannot_do_better_than_chance() -> None:
     """All images black: with the prior every difference vanishes, ties included."""
     model = captioner()
-    tests = [Choice(test.image, test.captions, test.group) for test in shape_choices(SHAPES, 3, ["order"])]
+    tests = [
+        Choice(test.image, test.captions, test.group)
+        for test in shape_choices(SHAPES, 3, ["order"])
+    ]
     blank = np.zeros((3, 3, 16, 16), np.float32)
     for loss_O in losses(model, TOKENIZER, tests, blank)["prior"]:
         assert loss_O.abs().max() == 0
@@ -98,10 +107,15 @@ def test_false_captions_of_shapes_are_false_and_as_long() -> None:
             for words, (axis, sign) in opposite.items():
                 if f" {words} " in plain:
                     pair = [part.removeprefix("a ") for part in plain.split(f" {words} ")]
-                    return all(p in where for p in pair) and sign * (where[pair[0]][axis] - where[pair[1]][axis]) > 0.2
+                    return (
+                        all(p in where for p in pair)
+                        and sign * (where[pair[0]][axis] - where[pair[1]][axis]) > 0.2
+                    )
             axis = 0 if plain.endswith("left to right") else 1
             listed = plain.partition(" from ")[0].replace(" and ", ", ").split(", ")
             places = [where[part.removeprefix("a ")][axis] for part in listed]
             return places == sorted(places)
 
-        assert [holds(caption) for caption in test.captions] == [True] + [False] * (len(test.captions) - 1)
+        assert [holds(caption) for caption in test.captions] == [True] + [False] * (
+            len(test.captions) - 1
+        )

@@ -47,7 +47,12 @@ def test_synthetic_masks_are_what_is_drawn() -> None:
             spread = pixels[own].std(axis=0).max()
             assert own.sum() > 20 and spread < 45  # one colour, but for soft edges
             rows, columns = np.flatnonzero(own.any(1)), np.flatnonzero(own.any(0))
-            assert (left, top, right, bottom) == (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
+            assert (left, top, right, bottom) == (
+                columns[0],
+                rows[0],
+                columns[-1] + 1,
+                rows[-1] + 1,
+            )
 
 
 def test_mean_iou_by_hand() -> None:
@@ -81,9 +86,13 @@ def test_cells_and_boxes_are_inverse() -> None:
     assert kind[4, 3] == 1 and kind[12, 12] == 0 and kind[0, 15] == 3 and kind[8, 8] == 2
     logits = np.full((4, 16, 16), -10.0)
     np.put_along_axis(logits, kind[None], 10.0, axis=0)
-    found = boxes_of(np.concatenate([logits, sides]), 64, 3)  # one box for each object: overlapping ones are left out
+    found = boxes_of(
+        np.concatenate([logits, sides]), 64, 3
+    )  # one box for each object: overlapping ones are left out
     found = found[np.argsort(found[:, 4])]
-    assert found[:, :5] == pytest.approx(truth[[1, 0, 2], :5], abs=1e-3) and (found[:, 5] > 0.9).all()
+    assert (
+        found[:, :5] == pytest.approx(truth[[1, 0, 2], :5], abs=1e-3) and (found[:, 5] > 0.9).all()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +104,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dense(run_dir: Path, run: Evaluate) -> Evaluate:
-    return lambda *arguments: run("dense", "--checkpoint", run_dir, "--image_size", SIDE, *arguments)
+    return lambda *arguments: run(
+        "dense", "--checkpoint", run_dir, "--image_size", SIDE, *arguments
+    )
 
 
 def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
@@ -106,7 +117,9 @@ def as_ade20k(root: Path, split: str, count: int, seed: int) -> str:
     for index in range(count):
         picture = source.read(index)
         (root / "drawn.png").write_bytes(picture.image)
-        Image.open(root / "drawn.png").save(root / "images" / split / f"ADE_{index}.jpg", quality=95)
+        Image.open(root / "drawn.png").save(
+            root / "images" / split / f"ADE_{index}.jpg", quality=95
+        )
         mask = Image.fromarray((picture.mask_HW + 1).astype(np.uint8))
         mask.save(root / "annotations" / split / f"ADE_{index}.png")
     return f"ade20k:{root}/{split}"
@@ -120,18 +133,31 @@ def as_coco(root: Path, count: int, seed: int, *, crowd: bool = False) -> str:
         picture = source.read(index)
         assert picture.boxes_M6 is not None
         (root / f"{index}.png").write_bytes(picture.image)
-        images.append({"id": 10 + 3 * index, "file_name": f"{index}.png", "height": SIDE, "width": SIDE})
+        images.append(
+            {"id": 10 + 3 * index, "file_name": f"{index}.png", "height": SIDE, "width": SIDE}
+        )
         for left, top, right, bottom, kind, _ in picture.boxes_M6.tolist():
             mask = picture.mask_HW == kind + 1
-            edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.T.reshape(-1), [False]]).astype(int)))
+            edges = np.flatnonzero(
+                np.diff(np.concatenate([[False], mask.T.reshape(-1), [False]]).astype(int))
+            )
             counts = np.diff(np.concatenate([[0], edges, [mask.size]])).tolist()
-            annotations.append({
-                "id": len(annotations) + 1, "image_id": 10 + 3 * index, "category_id": 7 * int(kind) + 1, "iscrowd": int(crowd),
-                "bbox": [left, top, right - left, bottom - top], "area": (right - left) * (bottom - top),
-                "segmentation": [[left, top, right, top, right, bottom, left, bottom]] if index % 2 else {
-                    "counts": counts, "size": [SIDE, SIDE]},
-            })  # fmt: skip
-    categories = [{"id": 7 * number + 1, "name": name} for number, name in enumerate(source.object_classes)]
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": 10 + 3 * index,
+                    "category_id": 7 * int(kind) + 1,
+                    "iscrowd": int(crowd),
+                    "bbox": [left, top, right - left, bottom - top],
+                    "area": (right - left) * (bottom - top),
+                    "segmentation": [[left, top, right, top, right, bottom, left, bottom]]
+                    if index % 2
+                    else {"counts": counts, "size": [SIDE, SIDE]},
+                }
+            )
+    categories = [
+        {"id": 7 * number + 1, "name": name} for number, name in enumerate(source.object_classes)
+    ]
     record = {"images": images, "annotations": annotations, "categories": categories[::-1]}
     (root / "instances.json").write_text(json.dumps(record))
     return f"coco:{root}/instances.json:{root}"
@@ -171,7 +197,9 @@ def test_coco_instances(dense: Evaluate, tmp_path: Path) -> None:
     pytest.importorskip("pycocotools")
     train, test = as_coco(tmp_path / "train", 6, 1), as_coco(tmp_path / "test", 3, 2)
     source, drawn = open_dense(train, SIDE), synthetic_shapes(1, 6, SIDE)
-    assert source.object_classes == drawn.object_classes and source.mask_classes == drawn.mask_classes
+    assert (
+        source.object_classes == drawn.object_classes and source.mask_classes == drawn.mask_classes
+    )
     for index in (0, 2, 4):
         found, expected = source.read(index), drawn.read(index)
         assert np.array_equal(found.mask_HW, expected.mask_HW)
@@ -181,7 +209,9 @@ def test_coco_instances(dense: Evaluate, tmp_path: Path) -> None:
         assert 0 <= record["scalars"][score] <= 1
     crowds = as_coco(tmp_path / "crowds", 2, 3, crowd=True)
     record = dense("--task", "detection", "--train", train, "--test", crowds, "--epochs", 1)
-    assert record["scalars"]["detection/AP"] is None  # nothing to find: no number, and no NaN in the JSON
+    assert (
+        record["scalars"]["detection/AP"] is None
+    )  # nothing to find: no number, and no NaN in the JSON
 
 
 @pytest.mark.parametrize(
@@ -191,11 +221,16 @@ def test_coco_instances(dense: Evaluate, tmp_path: Path) -> None:
             lambda r: r["annotations"][0].update(category_id=5),
             "image 1 of 2 by id, or an annotation of it, is not COCO's: KeyError$",
         ),
-        (lambda r: r["images"][0].update(file_name="gone.png"), "cannot read image 1 of 2 of coco:[^ ]*: No such file"),
+        (
+            lambda r: r["images"][0].update(file_name="gone.png"),
+            "cannot read image 1 of 2 of coco:[^ ]*: No such file",
+        ),
         (lambda r: r.pop("categories"), "holds no COCO instances"),
     ],
 )
-def test_damaged_instances_are_one_line(tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+def test_damaged_instances_are_one_line(
+    tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
     pytest.importorskip("pycocotools")
     as_coco(tmp_path / "coco", 2, 1)
     path = tmp_path / "coco/instances.json"

@@ -46,7 +46,10 @@ def test_each_kind_is_what_its_name_says() -> None:
     encoder = encoder_of(model)
     images = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
     blocks: list[torch.Tensor] = []  # their outputs in the model's own forward
-    hooks = [block.register_forward_hook(lambda _m, _i, out: blocks.append(out)) for block in encoder.blocks]
+    hooks = [
+        block.register_forward_hook(lambda _m, _i, out: blocks.append(out))
+        for block in encoder.blocks
+    ]
     out = encoder(images)
     for hook in hooks:
         hook.remove()
@@ -60,7 +63,9 @@ def test_each_kind_is_what_its_name_says() -> None:
         found = features(model, images, FeatureOptions(features=kind, num_blocks=2))  # type: ignore[arg-type]
         assert torch.equal(found, values), kind
     last = features(model, images, FeatureOptions(features="blocks", num_blocks=1))
-    assert torch.equal(last, blocks[-1][:, 1:].mean(1)) and not torch.allclose(last, expected["pooled"], atol=0.1)
+    assert torch.equal(last, blocks[-1][:, 1:].mean(1)) and not torch.allclose(
+        last, expected["pooled"], atol=0.1
+    )
     assert torch.equal(token_maps(encoder, images).flatten(2).transpose(1, 2), out[:, 1:])
 
 
@@ -82,9 +87,15 @@ def test_token_maps_of_other_sizes() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (FeatureOptions(features="blocks", num_blocks=3), "3 blocks were asked for; the encoder has 2"),
+        (
+            FeatureOptions(features="blocks", num_blocks=3),
+            "3 blocks were asked for; the encoder has 2",
+        ),
         (FeatureOptions(features="blocks", num_blocks=0), "0 blocks"),
-        (FeatureOptions(features="pooled", num_blocks=1, image_size=20), "no whole number of patches of 8"),
+        (
+            FeatureOptions(features="pooled", num_blocks=1, image_size=20),
+            "no whole number of patches of 8",
+        ),
         (FeatureOptions(features="memory", num_blocks=1, image_size=32), "model's image size only"),
     ],
 )
@@ -101,8 +112,11 @@ def as_shards(root: Path, images: np.ndarray, labels: np.ndarray, field: str = "
     for shard, rows in enumerate(np.array_split(np.arange(len(images)), 2)):
         members = []
         for i in rows:
-            label = {"cls": str(labels[i]).encode()} if field == "cls" else {
-                "json": json.dumps({field: int(labels[i])}).encode()}  # fmt: skip
+            label = (
+                {"cls": str(labels[i]).encode()}
+                if field == "cls"
+                else {"json": json.dumps({field: int(labels[i])}).encode()}
+            )
             members.append((f"{i:04d}", {"png": encode_png(images[i]), **label}))
         write_shard(root / f"{field}-{shard}.tar", members)
     return f"shards:{root}/{field}-{{0..1}}.tar"
@@ -127,13 +141,19 @@ def test_every_source_gives_the_same_features(tmp_path: Path) -> None:
         "folder": as_folder(tmp_path / "folder", images, labels),
     }
     opened = opened_captioner()
-    two = extract(opened, Arrays("here", images, labels), FeatureOptions(batch_size=3, num_workers=2))
+    two = extract(
+        opened, Arrays("here", images, labels), FeatureOptions(batch_size=3, num_workers=2)
+    )
     model_in = torch.from_numpy(np.stack([eval_image(encode_png(image), SIZE) for image in images]))
     with torch.no_grad():
         expected = opened.model.encoder(model_in)[:, 1:].mean(1).numpy()
-    assert two is not None and two.values_ND == pytest.approx(expected, abs=1e-6), "worker processes"
+    assert two is not None and two.values_ND == pytest.approx(expected, abs=1e-6), (
+        "worker processes"
+    )
     for name, text in sources.items():
-        options = LabelledOptions(label_field="category" if name == "json" else "cls", cache=tmp_path / "cache")
+        options = LabelledOptions(
+            label_field="category" if name == "json" else "cls", cache=tmp_path / "cache"
+        )
         source = open_source(text, options)
         found = extract(opened, source, FeatureOptions(batch_size=3))
         assert found is not None
@@ -150,10 +170,14 @@ def test_resize_then_crop_is_that_of_the_papers() -> None:
     found = extract(opened_captioner(), Arrays("here", images, labels), FeatureOptions(resize=20))
     rows = []
     for image in images:
-        small = Image.fromarray(image).resize((20, 20), Image.Resampling.BICUBIC, box=(0, 2, 35, 37))
+        small = Image.fromarray(image).resize(
+            (20, 20), Image.Resampling.BICUBIC, box=(0, 2, 35, 37)
+        )
         rows.append(eval_image(encode_png(np.asarray(small)[2:18, 2:18]), SIZE))
     with torch.no_grad():
-        expected = features(opened_captioner().model, torch.from_numpy(np.stack(rows)), FeatureOptions()).numpy()
+        expected = features(
+            opened_captioner().model, torch.from_numpy(np.stack(rows)), FeatureOptions()
+        ).numpy()
     assert found is not None and found.values_ND == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ConfigError, match="brought to 12 pixels, fewer than the 16"):
         check_options(opened_captioner().model, FeatureOptions(resize=12))
@@ -171,18 +195,30 @@ def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
     found = extract(opened_captioner(), source, FeatureOptions())
     assert found is not None
     assert found.is_usable_N.tolist() == [True, False, False, True] and found.num_unusable == 2
-    assert not found.values_ND[1:3].any() and found.values_ND[0].any() and found.labels_N.tolist() == [0, 0, 0, 0]
+    assert (
+        not found.values_ND[1:3].any()
+        and found.values_ND[0].any()
+        and found.labels_N.tolist() == [0, 0, 0, 0]
+    )
     assert len(found.usable()[1]) == 2
     with pytest.raises(DataError, match="both an image and a label"):
-        extract(opened_captioner(), open_source(f"shards:{tmp_path}/x.tar", LabelledOptions(label_field="no", cache=tmp_path)),
-                FeatureOptions()).usable()  # type: ignore[union-attr]  # fmt: skip
+        extract(
+            opened_captioner(),
+            open_source(
+                f"shards:{tmp_path}/x.tar", LabelledOptions(label_field="no", cache=tmp_path)
+            ),
+            FeatureOptions(),
+        ).usable()  # type: ignore[union-attr]
 
 
-def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_named_after_weights_data_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     images, labels = pictures(4)
     cache, counted = tmp_path / "cache", []
     monkeypatch.setattr(
-        "evaluation.sources.eval_image", lambda data, size: (counted.append(1), eval_image(data, size))[1]
+        "evaluation.sources.eval_image",
+        lambda data, size: (counted.append(1), eval_image(data, size))[1],
     )
 
     def computed(seed: int = 0, shift: int = 0, **options: Any) -> int:
@@ -191,7 +227,9 @@ def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monke
         found = extract(opened_captioner(seed), source, FeatureOptions(**options), cache=cache)
         plain = extract(opened_captioner(seed), source, FeatureOptions(**options))
         assert found is not None and plain is not None
-        assert np.array_equal(found.values_ND, plain.values_ND) and np.array_equal(found.labels_N, plain.labels_N)
+        assert np.array_equal(found.values_ND, plain.values_ND) and np.array_equal(
+            found.labels_N, plain.labels_N
+        )
         return len(counted) - 4
 
     assert [computed(), computed(), computed(seed=1), computed(shift=1)] == [4, 0, 4, 4]
@@ -205,11 +243,18 @@ def test_the_cache_is_named_after_weights_data_and_options(tmp_path: Path, monke
 
 def on_ranks(device: torch.device, cache: Path, count: int) -> Features | None:
     images, labels = pictures(count)
-    return extract(opened_captioner(), Arrays("here", images, labels), FeatureOptions(batch_size=2), cache=cache)
+    return extract(
+        opened_captioner(),
+        Arrays("here", images, labels),
+        FeatureOptions(batch_size=2),
+        cache=cache,
+    )
 
 
 def test_two_ranks_share_the_images(tmp_path: Path) -> None:
-    first, second = run_ranks("tests.evaluation.test_features:on_ranks", 2, cache=tmp_path / "two", count=5)
+    first, second = run_ranks(
+        "tests.evaluation.test_features:on_ranks", 2, cache=tmp_path / "two", count=5
+    )
     alone = on_ranks(torch.device("cpu"), tmp_path / "one", 5)
     assert second is None and alone is not None
     assert first.values_ND == pytest.approx(alone.values_ND, abs=1e-6)
@@ -220,10 +265,13 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("pictures/", "does not say what it is"), ("folder:/nowhere", "is no folder"), ("arrays:/nowhere.npz", "is no .npz file"),
-        ("shards:/nowhere/*.tar", "no shards match"), ("hf:/nowhere", "does not say what it is"),
+        ("pictures/", "does not say what it is"),
+        ("folder:/nowhere", "is no folder"),
+        ("arrays:/nowhere.npz", "is no .npz file"),
+        ("shards:/nowhere/*.tar", "no shards match"),
+        ("hf:/nowhere", "does not say what it is"),
     ],
-)  # fmt: skip
+)
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=match):
         open_source(text, LabelledOptions(cache=tmp_path))
@@ -232,7 +280,9 @@ def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("error")  # a warning would tell of an example
 def test_stored_features_say_nothing_of_an_example(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
-    np.savez(path, features=np.array([[1.0, 2.0], [1e300, 0.0], [np.nan, 0.0]]), labels=np.arange(3))
+    np.savez(
+        path, features=np.array([[1.0, 2.0], [1e300, 0.0], [np.nan, 0.0]]), labels=np.arange(3)
+    )
     found = stored_features(path)
     assert found.is_usable_N.tolist() == [True, False, False] and not found.values_ND[1:].any()
     for labels in (np.array([1.0, np.nan]), np.array(["1", "cat"])):

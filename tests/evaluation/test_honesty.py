@@ -37,16 +37,30 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probe(run: Evaluate, checkpoint: Path, folder: Path) -> dict[str, Any]:
     source = save_pictures(folder, 12)
     return run(
-        "linear-probe", "--checkpoint", checkpoint, "--train", source, "--test", source, "--method", "lars", "--epochs", 2,
-        "--output", folder / "out",
-    )  # fmt: skip
+        "linear-probe",
+        "--checkpoint",
+        checkpoint,
+        "--train",
+        source,
+        "--test",
+        source,
+        "--method",
+        "lars",
+        "--epochs",
+        2,
+        "--output",
+        folder / "out",
+    )
 
 
 def test_a_whole_ledger_is_what_states_epsilon(run: Evaluate, whole: Path, tmp_path: Path) -> None:
     record = probe(run, whole, tmp_path)
     model = record["model"]
     assert (model["formal_guarantee"], model["attested"], model["delta"]) == (True, True, 1e-5)
-    assert model["epsilon"] == pytest.approx(PLAN.epsilon_after(3)) and record["formal_guarantee"] is False
+    assert (
+        model["epsilon"] == pytest.approx(PLAN.epsilon_after(3))
+        and record["formal_guarantee"] is False
+    )
 
 
 @pytest.mark.parametrize(("damage", "reason"), CONTRADICTED)
@@ -69,15 +83,29 @@ def test_a_manifest_alone_proves_nothing(run: Evaluate, whole: Path, tmp_path: P
     assert open_model(copy).manifest["formal_guarantee"] is True
     model = probe(run, copy, tmp_path)["model"]
     assert model["formal_guarantee"] is False and model["attested"] is False
-    assert model["epsilon"] is None and "there is no ledger in its run folder" in model["reasons"][0]
+    assert (
+        model["epsilon"] is None and "there is no ledger in its run folder" in model["reasons"][0]
+    )
 
 
 def test_a_simulation_is_none(run: Evaluate, tmp_path: Path) -> None:
-    plan = make_plan(PlanRequest(num_examples=2000, expected_batch_size=8, num_steps=6, noise_multiplier=4.0, target_delta=1e-5,
-                     informal_reasons=("a simulation of a larger batch",)))  # fmt: skip
+    plan = make_plan(
+        PlanRequest(
+            num_examples=2000,
+            expected_batch_size=8,
+            num_steps=6,
+            noise_multiplier=4.0,
+            target_delta=1e-5,
+            informal_reasons=("a simulation of a larger batch",),
+        )
+    )
     trained(tmp_path / "run", recipe(), plan=plan)
     model = probe(run, tmp_path / "run", tmp_path)["model"]
-    assert model["formal_guarantee"] is False and model["attested"] is True and model["epsilon"] is None
+    assert (
+        model["formal_guarantee"] is False
+        and model["attested"] is True
+        and model["epsilon"] is None
+    )
     assert model["reasons"] == ["a simulation of a larger batch"]
 
 
@@ -99,16 +127,33 @@ def test_what_people_read(
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *told, str(checkpoint)])
         assert script.main() == 0
         out = capsys.readouterr().out
-        assert said in out and "not private: the numbers are computed from the evaluation data without noise" in out
+        assert (
+            said in out
+            and "not private: the numbers are computed from the evaluation data without noise"
+            in out
+        )
         assert bool(PRIVATE.search(out)) == (checkpoint == whole)
 
 
-def test_features_are_private_to_their_owner_and_say_so(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+def test_features_are_private_to_their_owner_and_say_so(
+    run: Evaluate, whole: Path, tmp_path: Path
+) -> None:
     source = save_pictures(tmp_path, 12)
     record = run(
-        "few-shot", "--checkpoint", whole, "--train", source, "--test", source, "--shots", 1, "--data_is_public"
+        "few-shot",
+        "--checkpoint",
+        whole,
+        "--train",
+        source,
+        "--test",
+        source,
+        "--shots",
+        1,
+        "--data_is_public",
     )
-    assert record["formal_guarantee"] is False and record["released_with_differential_privacy"] == []
+    assert (
+        record["formal_guarantee"] is False and record["released_with_differential_privacy"] == []
+    )
     (folder,) = (whole / "private/features").glob("features-*")
     assert json.loads((folder / "manifest.json").read_text())["formal_guarantee"] is False
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -119,20 +164,30 @@ def head(run: Evaluate, folder: Path, *arguments: object) -> dict[str, Any]:
     return run(*common, *arguments)
 
 
-def test_a_private_head_on_an_encoder_without_guarantee(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+def test_a_private_head_on_an_encoder_without_guarantee(
+    run: Evaluate, whole: Path, tmp_path: Path
+) -> None:
     """The head's epsilon is given the encoder, and the record, the line and head.json say what that is worth."""
     (path,) = (whole / "checkpoints").glob("step-*")
     shutil.copytree(path, tmp_path / "alone")
     source = save_pictures(tmp_path, 12)
     told = f"--train {source} --test {source} --method dp-ls --target_epsilon 1".split()
     for checkpoint, said in (
-        (tmp_path / "alone", "given the encoder, which has no formal guarantee: if it has seen them, none is left"),
-        (whole, "given nothing: what the encoder spent is composed with the head, in case it has seen them"),
+        (
+            tmp_path / "alone",
+            "given the encoder, which has no formal guarantee: if it has seen them, none is left",
+        ),
+        (
+            whole,
+            "given nothing: what the encoder spent is composed with the head, in case it has seen them",
+        ),
     ):
         out = tmp_path / f"out-{checkpoint.name}"
         record = head(run, out, "--checkpoint", checkpoint, *told, "--cache", tmp_path / "f")
         [release] = record["released_with_differential_privacy"]
-        assert release["covers"].endswith(said) and record["model"]["formal_guarantee"] == (checkpoint == whole)
+        assert release["covers"].endswith(said) and record["model"]["formal_guarantee"] == (
+            checkpoint == whole
+        )
         (file,) = out.glob("private_heads/*/head.json")
         assert json.loads(file.read_text())["covers"] == release["covers"]
 
@@ -157,9 +212,21 @@ def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) ->
     assert not (out / "private_heads/dp-ls-epsilon-3").exists()
 
 
-def test_a_picture_of_private_images_is_its_owners(run: Evaluate, whole: Path, tmp_path: Path) -> None:
+def test_a_picture_of_private_images_is_its_owners(
+    run: Evaluate, whole: Path, tmp_path: Path
+) -> None:
     images, _ = pictures(1)
     (tmp_path / "a.png").write_bytes(encode_png(images[0]))
     grid = tmp_path / "grid.png"
-    run("captions", "--checkpoint", whole, "--data", f"images:{tmp_path}/a.png", "--max_tokens", 2, "--grid", grid)
+    run(
+        "captions",
+        "--checkpoint",
+        whole,
+        "--data",
+        f"images:{tmp_path}/a.png",
+        "--max_tokens",
+        2,
+        "--grid",
+        grid,
+    )
     assert stat.S_IMODE(grid.stat().st_mode) == 0o600

@@ -22,7 +22,12 @@ def values(run_dir: Path, pictures: Path, tmp_path: Path) -> dict[str, Values]:
         "linear-probe": {**probe, "epochs": 2, "num_folds": 2},
         "few-shot": {**probe, "shots": (1,), "num_splits": 2},
         "private-head": {**probe, "method": "dp-ls", "target_epsilon": 1.0, "num_classes": 3},
-        "dense": {"task": "segmentation", "train": "synthetic:1:2", "test": "synthetic:2:2", "epochs": 1},
+        "dense": {
+            "task": "segmentation",
+            "train": "synthetic:1:2",
+            "test": "synthetic:2:2",
+            "epochs": 1,
+        },
         "zero-shot": {"data": folder},
         "aro": {"synthetic": "shapes", "synthetic_tests": 1},
         "captions": {"data": folder, "max_tokens": 2},
@@ -41,7 +46,11 @@ def words(given: Values) -> list[str]:
 
 @each_command
 def test_a_command_is_a_function(
-    command: Command, values: dict[str, Values], tmp_path: Path, run: Evaluate, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    values: dict[str, Values],
+    tmp_path: Path,
+    run: Evaluate,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = values[command.name]
     options = command.options(**given, output=tmp_path / "python")

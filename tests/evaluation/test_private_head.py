@@ -30,10 +30,13 @@ from tests.privacy.test_whole_noise import Reals, rounded
 
 L, D, N = 5, 8, 30
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("dp-ls", {"alpha": 0.7}), ("dp-ls", {"class_moments": True, "max_norm": 0.5}),
-    ("dp-newton", {"num_steps": 4}), ("dp-newton", {"num_steps": 3, "max_norm": 3.0, "ridge": 1e-6}),
-    ("dp-fc", {"num_steps": 4, "max_grad_norm": 0.3}), ("dp-fc", {"num_steps": 3, "max_norm": 50.0, "lr": 30.0}),
-]  # fmt: skip
+    ("dp-ls", {"alpha": 0.7}),
+    ("dp-ls", {"class_moments": True, "max_norm": 0.5}),
+    ("dp-newton", {"num_steps": 4}),
+    ("dp-newton", {"num_steps": 3, "max_norm": 3.0, "ridge": 1e-6}),
+    ("dp-fc", {"num_steps": 4, "max_grad_norm": 0.3}),
+    ("dp-fc", {"num_steps": 3, "max_norm": 50.0, "lr": 30.0}),
+]
 
 
 @pytest.fixture
@@ -47,9 +50,18 @@ def data(seed: int = 0, count: int = N) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(count, D)), rng.integers(0, L, count)
 
 
-def reference(method: str, options: dict[str, Any], features: np.ndarray, labels: np.ndarray) -> torch.Tensor:
+def reference(
+    method: str, options: dict[str, Any], features: np.ndarray, labels: np.ndarray
+) -> torch.Tensor:
     """Dense, by torch's derivatives of the losses as they are published, each example's gradient by itself."""
-    o = {"max_norm": 1.0, "lr": 1.0, "max_grad_norm": 1.0, "num_steps": 1, "alpha": 1.0, "ridge": 1e-3} | options
+    o = {
+        "max_norm": 1.0,
+        "lr": 1.0,
+        "max_grad_norm": 1.0,
+        "num_steps": 1,
+        "alpha": 1.0,
+        "ridge": 1e-3,
+    } | options
     x, y = torch.tensor(features, dtype=torch.float64), torch.tensor(labels)
     target = functional.one_hot(y, L).double()
     x = x * (o["max_norm"] / x.norm(dim=1, keepdim=True)).clamp(max=1)
@@ -59,11 +71,15 @@ def reference(method: str, options: dict[str, Any], features: np.ndarray, labels
         own = [x[y == label] for label in range(L)]
         extra = [part.T @ part if "class_moments" in o else 0 for part in own]
         both = [o["alpha"] * moment + one + 0.03 * scale * eye for one in extra]
-        return torch.stack([torch.linalg.solve(m, part.sum(0)) for m, part in zip(both, own, strict=True)])
+        return torch.stack(
+            [torch.linalg.solve(m, part.sum(0)) for m, part in zip(both, own, strict=True)]
+        )
 
     def loss(w: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if method == "dp-newton":
-            return functional.binary_cross_entropy_with_logits(functional.linear(x, w), target, reduction="sum")
+            return functional.binary_cross_entropy_with_logits(
+                functional.linear(x, w), target, reduction="sum"
+            )
         return functional.cross_entropy(functional.linear(x, w), target)
 
     for _ in range(o["num_steps"]):
@@ -71,7 +87,9 @@ def reference(method: str, options: dict[str, Any], features: np.ndarray, labels
         if method == "dp-newton":
             for label in range(L):
                 h = torch.func.hessian(lambda own, k=label: loss(own, x, target[:, k]))(w[label])
-                w[label] = w[label] - torch.linalg.solve(h + o["ridge"] * scale * eye, g.sum(0)[label])
+                w[label] = w[label] - torch.linalg.solve(
+                    h + o["ridge"] * scale * eye, g.sum(0)[label]
+                )
             continue
         g = (g * (o["max_grad_norm"] / g.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]).sum(0)
         w = w - o["lr"] * torch.linalg.solve(moment + 1e-2 * scale * eye, g.T).T
@@ -121,12 +139,16 @@ def moved(
     return {name: math.sqrt(square) for name, square in squares.items()}
 
 
-def weights_before(method: str, options: dict[str, Any], step: int, seed: int, scale: float) -> np.ndarray:
+def weights_before(
+    method: str, options: dict[str, Any], step: int, seed: int, scale: float
+) -> np.ndarray:
     """(L, D): what earlier releases say, which no data change."""
     if step == 0 or "num_steps" not in options:
         return np.zeros((L, D))
     head = make_method(method, {**options, "num_steps": step})
-    return head.fit(Rows(np.zeros((N, D)), np.zeros(N, dtype=np.int64)), L, Answers(head, seed, scale))
+    return head.fit(
+        Rows(np.zeros((N, D)), np.zeros(N, dtype=np.int64)), L, Answers(head, seed, scale)
+    )
 
 
 def examples(rng: np.random.Generator, weights_LD: np.ndarray, label: int) -> list[np.ndarray]:
@@ -137,7 +159,9 @@ def examples(rng: np.random.Generator, weights_LD: np.ndarray, label: int) -> li
     plain_D = rng.normal(size=D)
     mixed_D = plain_D * 10.0 ** rng.uniform(-300, 300, D)
     sizes = [5e-324, 1e-300, 1e-5, 1.0, 1e150, 1e300]
-    broken = [np.full(D, value) for value in (0.0, math.nan, math.inf, -math.inf, np.finfo(float).max)]
+    broken = [
+        np.full(D, value) for value in (0.0, math.nan, math.inf, -math.inf, np.finfo(float).max)
+    ]
     directions = [wrong_D, -wrong_D, undecided_D, weights_LD[label], -weights_LD[label], plain_D]
     return [*(direction * size for direction in directions for size in sizes), mixed_D, *broken]
 
@@ -179,9 +203,14 @@ def test_one_example_among_a_million_does_not_change_how_others_round() -> None:
     zeroed = features.copy()
     zeroed[2**k + 1] = 0
     sums = [
-        Rows(x, np.zeros(len(x), dtype=np.int64)).sum(lambda x_BD, _: x_BD.sum(0), 1, "") for x in (features, zeroed)
+        Rows(x, np.zeros(len(x), dtype=np.int64)).sum(lambda x_BD, _: x_BD.sum(0), 1, "")
+        for x in (features, zeroed)
     ]
-    assert abs(float(np.linalg.norm(sums[0] - sums[1])) - 1) <= rounding(len(features)) < SENSITIVITY_SLACK / 4
+    assert (
+        abs(float(np.linalg.norm(sums[0] - sums[1])) - 1)
+        <= rounding(len(features))
+        < SENSITIVITY_SLACK / 4
+    )
     assert rounding(96_000_000) <= SENSITIVITY_SLACK / 4
     head_plan(96_000_000, 1.0, None)
     with pytest.raises(PrivacyConfigError, match="rounding may move its sums further"):
@@ -201,7 +230,9 @@ class Noted(Budget):
 
 
 @pytest.mark.parametrize(("method", "options"), OPTIONS)
-def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, options: dict[str, float]) -> None:
+def test_every_class_and_step_of_a_method_gets_noise_of_its_own(
+    method: str, options: dict[str, float]
+) -> None:
     """Of the standard deviation that the ledger states, independent between classes, steps and statistics; it costs the plan."""
     features, labels = data()
     head, draws, mu = make_method(method, dict(options)), [], 0.8
@@ -211,17 +242,27 @@ def test_every_class_and_step_of_a_method_gets_noise_of_its_own(method: str, opt
         head.fit(Rows(features, labels), L, budget)
         budget.require_spent()
         # A row per class of every statistic, or per statistic that has no classes; the first D entries of each.
-        parts = [noise.reshape(L if len(noise) == L else 1, -1)[:, :D] for noise in budget.drawn.values()]
+        parts = [
+            noise.reshape(L if len(noise) == L else 1, -1)[:, :D] for noise in budget.drawn.values()
+        ]
         draws.append(np.concatenate(parts))
-    assert math.sqrt(sum((r["sensitivity"] / r["std"]) ** 2 for r in budget.releases)) == pytest.approx(mu)
+    assert math.sqrt(
+        sum((r["sensitivity"] / r["std"]) ** 2 for r in budget.releases)
+    ) == pytest.approx(mu)
     rows_RN = np.array(draws).transpose(1, 0, 2).reshape(len(draws[0]), -1)
     correlations = np.corrcoef(rows_RN)[np.triu_indices(len(rows_RN), 1)]
-    p_value = 2 * stats.norm.sf(np.abs(correlations).max() * math.sqrt(rows_RN.shape[1])) * len(correlations)
+    p_value = (
+        2
+        * stats.norm.sf(np.abs(correlations).max() * math.sqrt(rows_RN.shape[1]))
+        * len(correlations)
+    )
     assert p_value > 1e-4 and stats.kstest(rows_RN.ravel(), "norm").pvalue > 1e-4
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_contract_7_a_statistic_of_a_private_head_is_the_rounded_gaussian_mechanism(pieces: int) -> None:
+def test_contract_7_a_statistic_of_a_private_head_is_the_rounded_gaussian_mechanism(
+    pieces: int,
+) -> None:
     """Each entry is rounded once, by the step of the whole statistic, however many pieces it comes in."""
     sensitivity, size, source = 0.3, 3 * 40 * 40, Reals()
     budget = Budget([Statistic("m", sensitivity, size)], 0.5, source, 500)
@@ -235,7 +276,9 @@ def test_contract_7_a_statistic_of_a_private_head_is_the_rounded_gaussian_mechan
             for s, n in zip(part.ravel().tolist(), source.reals[number].tolist(), strict=True)
         ]
         assert found.ravel().tolist() == expected
-    assert all(Fraction(d) >= Fraction(budget.releases[0]["std"]) * 2**exponent for d in source.deviations)
+    assert all(
+        Fraction(d) >= Fraction(budget.releases[0]["std"]) * 2**exponent for d in source.deviations
+    )
 
 
 def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
@@ -246,7 +289,10 @@ def test_symmetric_noise_has_the_variance_of_the_frobenius_mechanism() -> None:
         found.append(budget.release_symmetric("m", 1000 * np.eye(D)[None])[0] - 1000 * np.eye(D))
     noise = np.array(found)
     assert np.allclose(noise, noise.swapaxes(1, 2))
-    for values, variance in ((noise[:, np.arange(D), np.arange(D)], 1.0), (noise[:, *np.triu_indices(D, 1)], 0.5)):
+    for values, variance in (
+        (noise[:, np.arange(D), np.arange(D)], 1.0),
+        (noise[:, *np.triu_indices(D, 1)], 0.5),
+    ):
         ratio = (values**2).sum() / variance
         assert 1e-4 < stats.chi2.cdf(ratio, values.size) < 1 - 1e-4
     budget = Budget([Statistic("m", 1.0, L * D * D)], 0.1, SystemNoise(), 1000)
@@ -264,7 +310,17 @@ def test_a_statistic_is_released_once() -> None:
 
 
 def test_clipped_rows() -> None:
-    rows_ND = np.array([[3.0, 4.0], [0.3, 0.4], [1e200, 0.0], [np.nan, 1.0], [np.inf, 0.0], [0.0, 0.0], [1.7e308] * 2])
+    rows_ND = np.array(
+        [
+            [3.0, 4.0],
+            [0.3, 0.4],
+            [1e200, 0.0],
+            [np.nan, 1.0],
+            [np.inf, 0.0],
+            [0.0, 0.0],
+            [1.7e308] * 2,
+        ]
+    )
     expected = [[0.6, 0.8], [0.3, 0.4], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
     assert clip_rows(rows_ND, 1.0) == pytest.approx(np.array(expected))
 
@@ -272,36 +328,53 @@ def test_clipped_rows() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "epsilon", "least"),
     [
-        ("dp-ls", {}, 2.0, 0.8), ("dp-ls", {}, 8.0, 0.87), ("dp-fc", {"max_grad_norm": 0.3, "num_steps": 5}, 8.0, 0.8),
+        ("dp-ls", {}, 2.0, 0.8),
+        ("dp-ls", {}, 8.0, 0.87),
+        ("dp-fc", {"max_grad_norm": 0.3, "num_steps": 5}, 8.0, 0.8),
         ("dp-newton", {"ridge": 0.05}, 8.0, 0.5),
     ],
-)  # fmt: skip
-def test_digits(tmp_path: Path, method: str, options: dict[str, float], epsilon: float, least: float) -> None:
+)
+def test_digits(
+    tmp_path: Path, method: str, options: dict[str, float], epsilon: float, least: float
+) -> None:
     x, y, x_test, y_test = digits()
     best = accuracy(without_noise(Rows(x, y), 10, method, dict(options)), x_test, y_test)
     result = train_head(
-        Rows(x, y), 10, method, epsilon=epsilon, delta=1e-5, output=tmp_path / "head", options=dict(options)
+        Rows(x, y),
+        10,
+        method,
+        epsilon=epsilon,
+        delta=1e-5,
+        output=tmp_path / "head",
+        options=dict(options),
     )
     found = accuracy(result.weights_LD, x_test, y_test)
     assert result.epsilon == pytest.approx(epsilon, rel=1e-3) and result.epsilon <= epsilon  # type: ignore[operator]
-    assert exact_delta(spent(tmp_path / "head/ledger.jsonl"), result.epsilon) == pytest.approx(1e-5, rel=1e-2)  # type: ignore[arg-type]
+    assert exact_delta(spent(tmp_path / "head/ledger.jsonl"), result.epsilon) == pytest.approx(
+        1e-5, rel=1e-2
+    )  # type: ignore[arg-type]
     assert least <= found <= best + 0.1  # the noise is drawn anew each time
     x, other = x[:100].copy(), y[:100].copy()
     x[7], other[7] = 0, (y[7] + 1) % 10  # a row of zeros adds nothing, whatever its label
-    weights = [without_noise(Rows(x, labels), 10, method, dict(options)) for labels in (y[:100], other)]
+    weights = [
+        without_noise(Rows(x, labels), 10, method, dict(options)) for labels in (y[:100], other)
+    ]
     assert np.array_equal(weights[0], weights[1])
 
 
 @pytest.mark.parametrize(
     ("method", "options", "match"),
     [
-        ("dp-x", {}, "unknown method"), ("dp-ls", {"sigma": 1}, "no option 'sigma'"),
+        ("dp-x", {}, "unknown method"),
+        ("dp-ls", {"sigma": 1}, "no option 'sigma'"),
         ("dp-ls", {"max_norm": 0}, "max_norm = 0: input should be greater"),
-        ("dp-ls", {"max_norm": 1e-200}, "max_norm = 1e-200"), ("dp-ls", {"max_norm": math.nan}, "max_norm = nan"),
-        ("dp-newton", {"ridge": 0}, "ridge = 0"), ("dp-fc", {"num_steps": 1.5}, "num_steps = 1.5"),
+        ("dp-ls", {"max_norm": 1e-200}, "max_norm = 1e-200"),
+        ("dp-ls", {"max_norm": math.nan}, "max_norm = nan"),
+        ("dp-newton", {"ridge": 0}, "ridge = 0"),
+        ("dp-fc", {"num_steps": 1.5}, "num_steps = 1.5"),
         ("dp-ls", {"class_moments": 1}, "class_moments = 1"),
     ],
-)  # fmt: skip
+)
 def test_refused(method: str, options: dict[str, float], match: str) -> None:
     with pytest.raises(PrivacyConfigError, match=match):
         make_method(method, dict(options))

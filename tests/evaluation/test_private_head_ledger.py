@@ -47,18 +47,38 @@ def run(tmp_path: Path, run: Evaluate) -> Evaluate:
     return lambda *arguments: run(*common, *arguments)
 
 
-@patch.object(head_command, "cross_validated_regression", partial(cross_validated_regression, num_folds=2))
+@patch.object(
+    head_command, "cross_validated_regression", partial(cross_validated_regression, num_folds=2)
+)
 def test_one_head_next_to_what_it_would_be_without_privacy(run: Evaluate, tmp_path: Path) -> None:
-    told = ("--method", "dp-ls", "--target_epsilon", "2", "--delta", "1e-5", "--option", "ridge=0.05", "--compare")
+    told = (
+        "--method",
+        "dp-ls",
+        "--target_epsilon",
+        "2",
+        "--delta",
+        "1e-5",
+        "--option",
+        "ridge=0.05",
+        "--compare",
+    )
     record = run(*told)
     [release] = record["released_with_differential_privacy"]
     ledger = tmp_path / "out/private_heads/dp-ls-epsilon-2/ledger.jsonl"
-    assert release["ledger"] == str(ledger) and release["delta"] == 1e-5 and 1.99 < release["epsilon"] <= 2
+    assert (
+        release["ledger"] == str(ledger)
+        and release["delta"] == 1e-5
+        and 1.99 < release["epsilon"] <= 2
+    )
     assert exact_delta(spent(ledger), release["epsilon"]) <= 1e-5
-    assert "given what made the features" in release["covers"] and record["formal_guarantee"] is False
+    assert (
+        "given what made the features" in release["covers"] and record["formal_guarantee"] is False
+    )
     assert list((tmp_path / "out/private/evaluation").glob("private-head-*.json"))
     x, y, x_test, y_test = digits()
-    plain = accuracy(without_noise(Rows(x[:300], y[:300]), 10, "dp-ls", {"ridge": 0.05}), x_test, y_test)
+    plain = accuracy(
+        without_noise(Rows(x[:300], y[:300]), 10, "dp-ls", {"ridge": 0.05}), x_test, y_test
+    )
     scalars = record["scalars"]
     assert scalars["dp-ls/without_privacy/accuracy"] == pytest.approx(plain)
     assert 0.3 < scalars["dp-ls/epsilon-2/accuracy"] < plain + 0.05
@@ -70,7 +90,10 @@ def test_one_head_next_to_what_it_would_be_without_privacy(run: Evaluate, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--method", "dp-ls", "--target_epsilon", "1", "--num_classes", "0"], "--num_classes is required"),
+        (
+            ["--method", "dp-ls", "--target_epsilon", "1", "--num_classes", "0"],
+            "--num_classes is required",
+        ),
         (["--method", "dp-ls", "--target_epsilon", "-1"], "epsilon"),
         (["--method", "dp-x", "--target_epsilon", "1"], "invalid choice"),
     ],
@@ -97,7 +120,10 @@ def test_whitening_on_public_pictures_lets_classes_be_seen(run: Evaluate, tmp_pa
     folder = tmp_path / "out/private_heads/dp-ls-epsilon-4"
     assert json.loads((folder / "head.json").read_text())["whitened_on"] == whiten_on[1]
     opened = read_ledger(folder / "ledger.jsonl").opened
-    assert opened["head"]["whitened_on"] == whiten_on[1] and len(opened["head"]["whitened_on_sha256"]) == 64
+    assert (
+        opened["head"]["whitened_on"] == whiten_on[1]
+        and len(opened["head"]["whitened_on_sha256"]) == 64
+    )
     assert verify.verify(folder)[0] == 0
     head = load_file(folder / "head.safetensors")  # for features as they were
     right = (x_test @ head["weight"].T + head["bias"]).argmax(1) == y_test
@@ -114,7 +140,11 @@ def test_a_row_is_whitened_by_itself_and_by_public_pictures_alone() -> None:
     found_ND = x_ND[:600].copy()
     whitening.apply(found_ND)
     varies = np.linalg.eigvalsh(np.cov(found_ND[1:].T))
-    assert np.abs(found_ND[1:].mean(0)).max() < 1e-4 and varies.max() < 1.01 and np.median(varies) > 0.9
+    assert (
+        np.abs(found_ND[1:].mean(0)).max() < 1e-4
+        and varies.max() < 1.01
+        and np.median(varies) > 0.9
+    )
     for hostile in (np.nan, np.inf, 3e38, 0.0):
         other_ND = x_ND[:600].copy()
         other_ND[7] = hostile
@@ -122,16 +152,31 @@ def test_a_row_is_whitened_by_itself_and_by_public_pictures_alone() -> None:
         assert hostile != 0 or not other_ND[7].any(), "a row of zeros stands for no example"
         assert np.array_equal(np.delete(other_ND, 7, 0), np.delete(found_ND, 7, 0))
     with pytest.raises(DataError, match="all usable pictures have equal features"):
-        Whitening.of(Features(x_ND[:1].repeat(9, 0), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
+        Whitening.of(
+            Features(x_ND[:1].repeat(9, 0), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool))
+        )
     with pytest.raises(DataError, match="no picture can be used"):
-        Whitening.of(Features(np.full((9, 4), np.inf), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool)))
+        Whitening.of(
+            Features(np.full((9, 4), np.inf), np.zeros(9, dtype=np.int64), np.ones(9, dtype=bool))
+        )
 
 
 def test_whitening_on_private_or_other_features_is_refused(run: Evaluate, tmp_path: Path) -> None:
     np.savez(tmp_path / "narrow.npz", features=np.eye(9), labels=np.zeros(9, dtype=np.int64))
-    for source, match in (("train", "is not public"), ("./test", "is not public"), ("narrow", "of another width")):
+    for source, match in (
+        ("train", "is not public"),
+        ("./test", "is not public"),
+        ("narrow", "of another width"),
+    ):
         with pytest.raises(ConfigError, match=match):
-            run("--method", "dp-ls", "--target_epsilon", "1", "--whiten_on", f"features:{tmp_path}/{source}.npz")
+            run(
+                "--method",
+                "dp-ls",
+                "--target_epsilon",
+                "1",
+                "--whiten_on",
+                f"features:{tmp_path}/{source}.npz",
+            )
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
 
@@ -143,11 +188,15 @@ def test_fewer_classes_than_have_names_are_refused(
     def named(*arguments: Any, **options: Any) -> Any:
         inputs = load(*arguments, **options)
         assert inputs is not None
-        inputs.features["train"] = replace(inputs.features["train"], class_names=tuple("abcdefghijk"))
+        inputs.features["train"] = replace(
+            inputs.features["train"], class_names=tuple("abcdefghijk")
+        )
         return inputs
 
     monkeypatch.setattr(head_command, "load_inputs", named)
-    with pytest.raises(ConfigError, match=r"--num_classes 10 leaves out label 10 \(k\): the data name 11 classes"):
+    with pytest.raises(
+        ConfigError, match=r"--num_classes 10 leaves out label 10 \(k\): the data name 11 classes"
+    ):
         run("--method", "dp-ls", "--target_epsilon", "1")
     assert not list(tmp_path.glob("out/private_heads/*/ledger.jsonl"))
 
@@ -167,28 +216,61 @@ def test_a_row_decides_about_itself_alone(capsys: pytest.CaptureFixture[str]) ->
         )
         assert not found.features_ND[2].any() and len(found.features_ND) == 6
         assert 0 <= found.labels_N.min() <= found.labels_N.max() < 3
-        assert np.array_equal(np.delete(found.features_ND, 2, 0), np.delete(plain.features_ND, 2, 0))
+        assert np.array_equal(
+            np.delete(found.features_ND, 2, 0), np.delete(plain.features_ND, 2, 0)
+        )
         assert np.array_equal(np.delete(found.labels_N, 2), np.delete(plain.labels_N, 2))
 
 
-def test_card_verifier_and_audit_tell_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_verifier_and_audit_tell_what_was_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And find an epsilon in head.json that is too small."""
     folder = tmp_path / "head"
-    train_head(Rows(FEATURES[:60], LABELS[:60]), 3, "dp-newton", epsilon=1.0, delta=1e-3, output=folder, covers=GIVEN)
+    train_head(
+        Rows(FEATURES[:60], LABELS[:60]),
+        3,
+        "dp-newton",
+        epsilon=1.0,
+        delta=1e-3,
+        output=folder,
+        covers=GIVEN,
+    )
     card = build_card(folder)
     page = to_markdown(card).casefold()
     assert card.epsilon == pytest.approx(1.0, rel=1e-2) and card.epsilon <= 1.0
-    for said in ("dp-newton", "one labelled example", GIVEN, "full batch", "gradient[0]", "hessians[0]", "ridge"):
+    for said in (
+        "dp-newton",
+        "one labelled example",
+        GIVEN,
+        "full batch",
+        "gradient[0]",
+        "hessians[0]",
+        "ridge",
+    ):
         assert said.casefold() in page, said
-    for wrong in ("DP-SGD", "AES-256", "image-text pair", "optimizer", "divisor", "Poisson", "Whole batches"):
+    for wrong in (
+        "DP-SGD",
+        "AES-256",
+        "image-text pair",
+        "optimizer",
+        "divisor",
+        "Poisson",
+        "Whole batches",
+    ):
         assert wrong.casefold() not in page, wrong
     write_card(folder, card)
     assert (folder / "verify.py").read_bytes() == Path(verify.__file__).read_bytes()
-    assert verify.main([str(folder), "--json"]) == 0 and ledger_audit(folder).verdict == "consistent"
+    assert (
+        verify.main([str(folder), "--json"]) == 0 and ledger_audit(folder).verdict == "consistent"
+    )
     assert json.loads(capsys.readouterr().out)["epsilon"] == pytest.approx(card.epsilon, abs=1e-6)
     stated = json.loads((folder / "head.json").read_text())
     (folder / "head.json").write_text(json.dumps(stated | {"epsilon": 0.001}))
-    assert verify.main([str(folder)]) == 5 and "head.json's epsilon is 0.001" in capsys.readouterr().out
+    assert (
+        verify.main([str(folder)]) == 5
+        and "head.json's epsilon is 0.001" in capsys.readouterr().out
+    )
     audit = ledger_audit(folder)
     assert audit.verdict != "consistent" and "head.json" in str(audit)
 
@@ -198,7 +280,11 @@ class Killed(BaseException):
 
 
 def head(
-    output: Path, method: str = "dp-ls", epsilon: float = 1.0, features: np.ndarray = FEATURES, **more: Any
+    output: Path,
+    method: str = "dp-ls",
+    epsilon: float = 1.0,
+    features: np.ndarray = FEATURES,
+    **more: Any,
 ) -> None:
     train_head(Rows(features, LABELS), 3, method, epsilon=epsilon, output=output, **more)
 
@@ -227,18 +313,27 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", AGAIN)
 @pytest.mark.parametrize("where", ["start_session", "intent"])
-def test_what_was_begun_is_not_finished_as_something_else(tmp_path: Path, where: str, name: str) -> None:
+def test_what_was_begun_is_not_finished_as_something_else(
+    tmp_path: Path, where: str, name: str
+) -> None:
     killed_at(Ledger, where, tmp_path)
     with pytest.raises(PrivacyConfigError):
         head(tmp_path, **AGAIN[name])
-    assert not read_ledger(tmp_path / "ledger.jsonl").intents and not (tmp_path / "head.safetensors").exists()
+    assert (
+        not read_ledger(tmp_path / "ledger.jsonl").intents
+        and not (tmp_path / "head.safetensors").exists()
+    )
     head(tmp_path)
     assert read_ledger(tmp_path / "ledger.jsonl").num_charged == 1
 
 
 @pytest.mark.parametrize(
     "begin",
-    [lambda output: killed_at(METHODS["dp-ls"], "fit", output), lambda output: killed_at(Ledger, "done", output), head],
+    [
+        lambda output: killed_at(METHODS["dp-ls"], "fit", output),
+        lambda output: killed_at(Ledger, "done", output),
+        head,
+    ],
 )
 @pytest.mark.parametrize("lines", [2, 1, None])
 def test_a_charge_stays_and_is_missed_where_it_is_cut_away(
@@ -262,7 +357,9 @@ def test_a_charge_stays_and_is_missed_where_it_is_cut_away(
             spent_in(tmp_path)
 
 
-def test_a_copy_of_a_head_that_was_begun_is_finished_once_in_the_owner_s_ledger(tmp_path: Path) -> None:
+def test_a_copy_of_a_head_that_was_begun_is_finished_once_in_the_owner_s_ledger(
+    tmp_path: Path,
+) -> None:
     owner, one = tmp_path / "owner.jsonl", tmp_path / "one"
     SharedLedger.create(owner, epsilon=5.0, delta=1e-2)
     terms = SharedTerms(owner, "one")

@@ -10,7 +10,15 @@ from models.captioner import Captioner
 from tests.models.tiny import tiny_captioner
 
 CAPTIONS = [
-    *[(1, 5, 6, 2), (1, 5, 6, 7, 2), (1, 5, 2), (1, 2), (1, 8, 6, 7, 2), (1, 5, 6, 7, 9, 4, 2), (1, 16, 2)],
+    *[
+        (1, 5, 6, 2),
+        (1, 5, 6, 7, 2),
+        (1, 5, 2),
+        (1, 2),
+        (1, 8, 6, 7, 2),
+        (1, 5, 6, 7, 9, 4, 2),
+        (1, 16, 2),
+    ],
     *[(1, 5, 6, 2), (1, 8, 8, 8, 8, 8, 8, 8, 2), (1, 5, 6), (1, 5)],  # some begin others
 ]
 
@@ -40,7 +48,9 @@ def plain(model: Captioner, images_BCHW: Tensor, captions: list[tuple[int, ...]]
 
 @pytest.mark.parametrize("overrides", [{}, {"decoder_norm_position": "pre", "tied_head": True}])
 @pytest.mark.parametrize("max_numbers", [2**26, 2000, 1])
-def test_the_tree_scores_as_one_forward_per_caption(overrides: dict[str, object], max_numbers: int) -> None:
+def test_the_tree_scores_as_one_forward_per_caption(
+    overrides: dict[str, object], max_numbers: int
+) -> None:
     """Also in parts: of images and of nodes, down to one of each."""
     model, images = peaked(**overrides), torch.randn(5, 3, 16, 16)
     expected = plain(model, images, CAPTIONS)
@@ -68,7 +78,9 @@ def test_scores_that_are_no_numbers_are_refused() -> None:
     model = peaked()
     with torch.no_grad():
         model.decoder.token_embedding.weight.fill_(torch.nan)
-    images_BCHW = torch.zeros(1, 3, model.config.encoder.image_size, model.config.encoder.image_size)
+    images_BCHW = torch.zeros(
+        1, 3, model.config.encoder.image_size, model.config.encoder.image_size
+    )
     caption = (model.config.bos_id, 5, model.config.eos_id)
     with pytest.raises(DataError, match="not finite"):
         tree_log_probs(model, images_BCHW, [caption])

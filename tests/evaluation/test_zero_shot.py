@@ -14,8 +14,16 @@ NAMES = ("red circle", "orange star", "oval")
 
 def test_rules_are_their_definitions() -> None:
     """Against loops over probabilities, not their logarithms."""
-    assert prompts(("red circle", "egg"), ("{a}", "the {}")) == ["a red circle", "the red circle", "an egg", "the egg"]
-    log_probs, lengths = -5 - 10 * torch.rand(7, 6, dtype=torch.float64), torch.tensor([3, 4, 5, 6, 7, 8])
+    assert prompts(("red circle", "egg"), ("{a}", "the {}")) == [
+        "a red circle",
+        "the red circle",
+        "an egg",
+        "the egg",
+    ]
+    log_probs, lengths = (
+        -5 - 10 * torch.rand(7, 6, dtype=torch.float64),
+        torch.tensor([3, 4, 5, 6, 7, 8]),
+    )
     scores = by_rule(log_probs, lengths, 2)
     for image in range(7):
         for k in range(3):
@@ -48,6 +56,8 @@ def test_accuracy_counts_and_shares_ties() -> None:
         (NAMES, ("a photo",), "no place for the class name"),
     ],
 )
-def test_prompts_that_cannot_be_are_refused(names: tuple[str, ...], templates: tuple[str, ...], message: str) -> None:
+def test_prompts_that_cannot_be_are_refused(
+    names: tuple[str, ...], templates: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         prompts(names, templates)

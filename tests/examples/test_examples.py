@@ -22,7 +22,9 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS"
 
 def needs(*packages: str) -> Any:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"the extra examples is not installed: {missing}")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"the extra examples is not installed: {missing}"
+    )
 
 
 @pytest.fixture
@@ -30,12 +32,16 @@ def library(tmp_path: Path) -> dict[str, str]:
     """The environment of a program that has the library under the name that its wheel gives it."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed/auditable_dp").symlink_to(ROOT / "privacy")
-    found = os.pathsep.join(filter(None, (str(tmp_path / "installed"), os.environ.get("PYTHONPATH"))))
+    found = os.pathsep.join(
+        filter(None, (str(tmp_path / "installed"), os.environ.get("PYTHONPATH")))
+    )
     return {**os.environ, **OFFLINE, "PYTHONPATH": found, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def output_of(words: list[str], library: dict[str, str], folder: Path) -> str:
-    done = subprocess.run(words, cwd=folder, env=library, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        words, cwd=folder, env=library, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -46,7 +52,11 @@ def epsilon_of(text: str) -> float:
 
 def verified(run: Path, library: dict[str, str], folder: Path) -> float:
     """Epsilon by the verifier in the run folder, which imports nothing of ours."""
-    found = json.loads(output_of([sys.executable, "-I", str(run / "verify.py"), str(run), "--json"], library, folder))
+    found = json.loads(
+        output_of(
+            [sys.executable, "-I", str(run / "verify.py"), str(run), "--json"], library, folder
+        )
+    )
     return float(found["epsilon"])
 
 
@@ -57,7 +67,9 @@ def test_own_loop(library: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "own_loop.py"), str(tmp_path / "run")]
     said = output_of(command, library, tmp_path)
     assert float(re.findall(r"([\d.]+)% of the held-out", said)[-1]) > 60
-    assert epsilon_of(said) == pytest.approx(verified(tmp_path / "run", library, tmp_path), abs=1e-3)
+    assert epsilon_of(said) == pytest.approx(
+        verified(tmp_path / "run", library, tmp_path), abs=1e-3
+    )
     assert epsilon_of(output_of(command, library, tmp_path)) == epsilon_of(said)
     assert (tmp_path / "run/report/privacy_card.html").is_file()
 
@@ -80,14 +92,22 @@ def test_of_other_libraries(
     start: list[str], name: str, more: list[str], library: dict[str, str], tmp_path: Path
 ) -> None:
     """Epsilon is the verifier's; pictures are learned, and adapters are few weights and are saved."""
-    said = output_of([sys.executable, *start, str(EXAMPLES / name), str(tmp_path / "run"), *more], library, tmp_path)
-    assert epsilon_of(said) == pytest.approx(verified(tmp_path / "run", library, tmp_path), abs=1e-3)
+    said = output_of(
+        [sys.executable, *start, str(EXAMPLES / name), str(tmp_path / "run"), *more],
+        library,
+        tmp_path,
+    )
+    assert epsilon_of(said) == pytest.approx(
+        verified(tmp_path / "run", library, tmp_path), abs=1e-3
+    )
     if name == "with_accelerate.py":
         assert "on 2 ranks" in said and said.count(" at delta ") == 1
     elif name == "finetune_vit.py":
         trained = int(re.findall(r"([\d,]+) weights are trained", said)[0].replace(",", ""))
         assert (trained < 2_000) == bool(more)
-        assert bool(more) or float(re.findall(r"([\d.]+)% of the held-out", said)[-1]) > 30, "guessing: 10"
+        assert bool(more) or float(re.findall(r"([\d.]+)% of the held-out", said)[-1]) > 30, (
+            "guessing: 10"
+        )
     else:
         assert (tmp_path / "run-adapters/adapter_model.safetensors").is_file()
 
@@ -111,17 +131,26 @@ def test_caption_page(tmp_path: Path) -> None:
     card = export(open_model(tmp_path / "run"), "safetensors", tmp_path / "captioner")[0]
     (tmp_path / "gradio.py").write_text(GRADIO)
     command = [sys.executable, str(EXAMPLES / "caption_page.py"), "captioner"]
-    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(tmp_path), "HF_HOME": str(tmp_path / "cache")}
+    environment = {
+        **os.environ,
+        **OFFLINE,
+        "PYTHONPATH": str(tmp_path),
+        "HF_HOME": str(tmp_path / "cache"),
+    }
     *_, title, privacy = output_of(command, environment, tmp_path).splitlines()
     assert card is not None and card.epsilon is not None and title == recipe().name
-    assert card.epsilon <= float(re.findall(r"epsilon ([\d.]+) at", privacy)[0]) < card.epsilon + 0.001
+    assert (
+        card.epsilon <= float(re.findall(r"epsilon ([\d.]+) at", privacy)[0]) < card.epsilon + 0.001
+    )
 
 
 @pytest.mark.full
 @pytest.mark.timeout(700)
 @needs("nbclient", "ipykernel")
 @pytest.mark.filterwarnings("ignore")
-def test_the_notebook(library: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook(
+    library: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cell by cell in a kernel of Jupyter."""
     import nbformat
     from nbclient import NotebookClient
@@ -138,7 +167,9 @@ def test_the_notebook(library: dict[str, str], tmp_path: Path, monkeypatch: pyte
     assert "goes on after step" in said and "refused:" in said and "formal_guarantee   True" in said
     first_lines = [text.split("## ")[0].splitlines() for text in (said, known)]
     drawn = re.compile(r"norm [\d.]+|[\d.]+% of the held-out")  # by the noise of each run
-    assert [drawn.sub("", line) for line in first_lines[0]] == [drawn.sub("", line) for line in first_lines[1]]
+    assert [drawn.sub("", line) for line in first_lines[0]] == [
+        drawn.sub("", line) for line in first_lines[1]
+    ]
 
 
 def test_every_example_is_in_the_list_and_in_a_test() -> None:

@@ -27,17 +27,80 @@ from trainer.errors import ConfigError
 DIGITS = "9" * 5000
 """More than Python turns into a number."""
 HUGE = [10**6, 10**9, 10**12, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**23]
-FLOATS = [math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 1e-300, 1e-12, 0.0, -0.0, -1.0, 0.5, 1.0, 1e12, 1e23]
+FLOATS = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    1e308,
+    -1e308,
+    5e-324,
+    1e-300,
+    1e-12,
+    0.0,
+    -0.0,
+    -1.0,
+    0.5,
+    1.0,
+    1e12,
+    1e23,
+]
 ODD = [
-    "", " ", "\t", "a\nb", "\u202egnp", "\ufeff", "\x7f", "é", "\U0001f98a", "%s%n", "{}", "{", "{0..9}", "{0..99999}{0..99999}",
-    "[", "*", "**", "~", "~nobody", "-", "--", "=", "nan", "inf", "1e9", "0x10", "true", "null", "auto", "../..", "a=b",
-    "x" * 3000, "x/" * 1500, "é" * 1500, "../" * 1000,
-]  # fmt: skip
+    "",
+    " ",
+    "\t",
+    "a\nb",
+    "\u202egnp",
+    "\ufeff",
+    "\x7f",
+    "é",
+    "\U0001f98a",
+    "%s%n",
+    "{}",
+    "{",
+    "{0..9}",
+    "{0..99999}{0..99999}",
+    "[",
+    "*",
+    "**",
+    "~",
+    "~nobody",
+    "-",
+    "--",
+    "=",
+    "nan",
+    "inf",
+    "1e9",
+    "0x10",
+    "true",
+    "null",
+    "auto",
+    "../..",
+    "a=b",
+    "x" * 3000,
+    "x/" * 1500,
+    "é" * 1500,
+    "../" * 1000,
+]
 PLACES = [
-    ".", "/", "/dev/null", "/proc/self/mem", "/sys/x", "nowhere/at/all", "README.md/inside", "data/demo",
-    "data/demo/train-00000.tar", "ftp://host.invalid/a.tar", "http://127.0.0.1:9/a.tar", "s3://bucket/a.tar",
-    "file:///etc/passwd", "hf:nowhere", "memory://a.tar", "://", "http://[::1/a.tar", "sftp://u:p@host.invalid/a.tar",
-]  # fmt: skip
+    ".",
+    "/",
+    "/dev/null",
+    "/proc/self/mem",
+    "/sys/x",
+    "nowhere/at/all",
+    "README.md/inside",
+    "data/demo",
+    "data/demo/train-00000.tar",
+    "ftp://host.invalid/a.tar",
+    "http://127.0.0.1:9/a.tar",
+    "s3://bucket/a.tar",
+    "file:///etc/passwd",
+    "hf:nowhere",
+    "memory://a.tar",
+    "://",
+    "http://[::1/a.tar",
+    "sftp://u:p@host.invalid/a.tar",
+]
 MODEL_KEYS = (
     *("encoder_width", "encoder_depth", "encoder_num_heads", "patch_size"),
     "max_logits",
@@ -56,19 +119,26 @@ texts = st.sampled_from([*ODD, *PLACES]) | st.text(
     st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20
 )
 deep = st.sampled_from(
-    [Raw(a * n + "1" + b * n) for n in (3, 900, 30_000) for a, b in (("[", "]"), ('{"a":', "}"), ("{a=", "}"))]
+    [
+        Raw(a * n + "1" + b * n)
+        for n in (3, 900, 30_000)
+        for a, b in (("[", "]"), ('{"a":', "}"), ("{a=", "}"))
+    ]
 )
 values = st.recursive(
     st.booleans() | integers | numbers | texts | deep | st.just(Raw(DIGITS)),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "enabled", "é"]), inner, max_size=2)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "enabled", "é"]), inner, max_size=2)
     ),
     max_leaves=4,
 )
 """What a file may hold in any place."""
 
 
-def leaves(kind: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(
+    kind: type[BaseModel], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every key of a section and of its sections, with its type."""
     for name, found in kind.model_fields.items():
         yield (*path, name), found.annotation
@@ -91,7 +161,9 @@ def of_type(annotation: Any) -> st.SearchStrategy[Any]:
     kinds = set(flat(annotation))
     words = [kind for kind in kinds if isinstance(kind, str)]
     made = {int: integers, float: numbers, str: texts, bool: st.booleans()}
-    good = [made[kind] for kind in made if kind in kinds] + ([st.sampled_from(words)] if words else [])
+    good = [made[kind] for kind in made if kind in kinds] + (
+        [st.sampled_from(words)] if words else []
+    )
     return st.one_of(*good, values)
 
 
@@ -101,9 +173,12 @@ def with_values(kind: type[BaseModel]) -> st.SearchStrategy[tuple[tuple[str, ...
     if kind is RunConfig:
         known += [(("model", "overrides", name), int | float) for name in MODEL_KEYS]
     unknown = st.tuples(
-        st.tuples(st.sampled_from(["train", "é", "model"]), st.sampled_from(["nosuch", "", "a b"])), values
+        st.tuples(st.sampled_from(["train", "é", "model"]), st.sampled_from(["nosuch", "", "a b"])),
+        values,
     )
-    keys = st.sampled_from(known).flatmap(lambda leaf: st.tuples(st.just(leaf[0]), of_type(leaf[1])))
+    keys = st.sampled_from(known).flatmap(
+        lambda leaf: st.tuples(st.just(leaf[0]), of_type(leaf[1]))
+    )
     return st.one_of(*[keys] * 9, unknown)
 
 
@@ -133,10 +208,21 @@ overrides = with_values(RunConfig).map(lambda setting: f"{'.'.join(setting[0])}=
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
     """A file as a disk, an editor or somebody else may have left it."""
     at = draw(st.integers(0, len(content) - 1))
-    whole = [b"", b"\0" * 100, b"[" * 20_000, b'{"a":' * 20_000, b"a." * 500 + b"b = 1", b"null", b"[]", b"1"]
+    whole = [
+        b"",
+        b"\0" * 100,
+        b"[" * 20_000,
+        b'{"a":' * 20_000,
+        b"a." * 500 + b"b = 1",
+        b"null",
+        b"[]",
+        b"1",
+    ]
     return draw(
         st.one_of(
-            st.binary(min_size=1, max_size=9).map(lambda new: content[:at] + new + content[at + len(new) :]),
+            st.binary(min_size=1, max_size=9).map(
+                lambda new: content[:at] + new + content[at + len(new) :]
+            ),
             st.sampled_from([b"{", b"}", b'"', b"\\u", b"\xff", b"\n[train]\n", b"1e999"]).map(
                 lambda new: content[:at] + new + content[at:]
             ),
@@ -161,7 +247,11 @@ def to_toml(value: Any) -> str:
         case Raw():
             return str(value)
         case dict():
-            return "{" + ", ".join(f"{to_toml(key)} = {to_toml(one)}" for key, one in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(f"{to_toml(key)} = {to_toml(one)}" for key, one in value.items())
+                + "}"
+            )
         case list() | tuple():
             return "[" + ", ".join(map(to_toml, value)) + "]"
         case bool():
@@ -173,12 +263,18 @@ def to_toml(value: Any) -> str:
 
 
 def toml_file(tree: dict[str, Any]) -> bytes:
-    return "".join(f"{key} = {to_toml(value)}\n" for key, value in tree.items()).encode(errors="surrogatepass")
+    return "".join(f"{key} = {to_toml(value)}\n" for key, value in tree.items()).encode(
+        errors="surrogatepass"
+    )
 
 
 MOST_LINES = 8  # a ds_config with several faults has a line for each
-MANY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-TRAIN = "--engine local --ds_config ds_configs/zero1.json --recipe recipes/tiny.toml train.num_steps=1"
+MANY = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+TRAIN = (
+    "--engine local --ds_config ds_configs/zero1.json --recipe recipes/tiny.toml train.num_steps=1"
+)
 
 
 def ends_well(call: Callable[[], object]) -> None:
@@ -230,7 +326,8 @@ LONG = "x" * 3000
 KNOWN: dict[str, tuple[str, str]] = {
     "a model wider than any": ("train", f"{NEW} model.overrides.encoder_width=1000000000000"),
     "a model larger than this machine": (
-        "train", f"{NEW} model.overrides.encoder_width=131072 model.overrides.encoder_depth=24",
+        "train",
+        f"{NEW} model.overrides.encoder_width=131072 model.overrides.encoder_depth=24",
     ),
     "shards by ftp": ("train", f"{NEW} data.shards=ftp://host/a.tar"),
     "a picture of a million pixels a side": ("train", f"{NEW} data.image_size=1000000"),
@@ -246,15 +343,22 @@ KNOWN: dict[str, tuple[str, str]] = {
     "the smallest epsilon": ("plan", f"{SIZES} --target_epsilon 1e-9"),
     "more noise than an accountant resolves": ("plan", f"{SIZES} --noise_multiplier 4e5"),
     "an epsilon that fills the memory": (
-        "plan", "--num_examples 3000 --expected_batch_size 60 --num_steps 100000000 --noise_multiplier 1 --no_extras",
+        "plan",
+        "--num_examples 3000 --expected_batch_size 60 --num_steps 100000000 --noise_multiplier 1 --no_extras",
     ),
     "a file of other things as weights": ("export", "--import vip README.md {folder}/new"),
-}  # fmt: skip
+}
 """Command lines that once ended in a traceback. Each is refused now with one line."""
-QUICK = ("a model wider than any", "a run folder of 2,500 folders", "more noise than an accountant resolves")
+QUICK = (
+    "a model wider than any",
+    "a run folder of 2,500 folders",
+    "more noise than an accountant resolves",
+)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in KNOWN])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in KNOWN]
+)
 def test_what_once_ended_in_a_traceback_is_refused(name: str, tmp_path: Path) -> None:
     script, line = KNOWN[name]
     arguments = [one.replace("{folder}", str(tmp_path)) for one in line.split()]
@@ -265,7 +369,9 @@ def test_what_once_ended_in_a_traceback_is_refused(name: str, tmp_path: Path) ->
 
 
 INDEX = "index data/demo/heldout-00000.tar --workers 1"
-NUMBERS = "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --no_extras"
+NUMBERS = (
+    "--num_examples 3000 --expected_batch_size 60 --num_steps 50 --noise_multiplier 1.0 --no_extras"
+)
 
 
 def limited(kind: int, amount: int) -> Callable[[], None]:
@@ -276,18 +382,56 @@ def limited(kind: int, amount: int) -> Callable[[], None]:
     ("script", "line", "before", "environment"),
     [
         ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_NOFILE, 24), {}),
-        ("plan", NUMBERS, lambda: (os.close(0), os.close(1)), {"LANG": "C", "PYTHONIOENCODING": "ascii"}),
+        (
+            "plan",
+            NUMBERS,
+            lambda: (os.close(0), os.close(1)),
+            {"LANG": "C", "PYTHONIOENCODING": "ascii"},
+        ),
         ("prepare", f"{INDEX} --output {{folder}}/index", limited(resource.RLIMIT_FSIZE, 1000), {}),
-        ("audit", "ledger --run_dir {folder}", limited(resource.RLIMIT_NOFILE, 12), {"HOME": "/nowhere", "TERM": "dumb"}),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (
-            ("plan", NUMBERS, lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1), {"PYTHONUTF8": "0", "LC_ALL": "C"}),
-            ("train", f"{TRAIN} --run_dir {{folder}}/run data.num_workers=2", limited(resource.RLIMIT_NOFILE, 48), {}),
-            ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_FSIZE, 100_000), {}),
-            ("train", f"{TRAIN} --run_dir {{folder}}/run", limited(resource.RLIMIT_AS, 1 << 31), {}),
-            ("train", f"{TRAIN} --run_dir {{folder}}/run", lambda: None, {"RANK": "0", "WORLD_SIZE": "é", "MASTER_PORT": "-1"}),
-        )),
+        (
+            "audit",
+            "ledger --run_dir {folder}",
+            limited(resource.RLIMIT_NOFILE, 12),
+            {"HOME": "/nowhere", "TERM": "dumb"},
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (
+                    "plan",
+                    NUMBERS,
+                    lambda: os.dup2(os.open("/dev/full", os.O_WRONLY), 1),
+                    {"PYTHONUTF8": "0", "LC_ALL": "C"},
+                ),
+                (
+                    "train",
+                    f"{TRAIN} --run_dir {{folder}}/run data.num_workers=2",
+                    limited(resource.RLIMIT_NOFILE, 48),
+                    {},
+                ),
+                (
+                    "train",
+                    f"{TRAIN} --run_dir {{folder}}/run",
+                    limited(resource.RLIMIT_FSIZE, 100_000),
+                    {},
+                ),
+                (
+                    "train",
+                    f"{TRAIN} --run_dir {{folder}}/run",
+                    limited(resource.RLIMIT_AS, 1 << 31),
+                    {},
+                ),
+                (
+                    "train",
+                    f"{TRAIN} --run_dir {{folder}}/run",
+                    lambda: None,
+                    {"RANK": "0", "WORLD_SIZE": "é", "MASTER_PORT": "-1"},
+                ),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_under_limits_and_in_odd_environments(
     script: str, line: str, before: Callable[[], None], environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -295,9 +439,16 @@ def test_under_limits_and_in_odd_environments(
     command = [sys.executable, f"launch_scripts/{script}.py", *line.format(folder=tmp_path).split()]
     with (tmp_path / "out").open("wb") as out, (tmp_path / "err").open("wb") as err:
         done = subprocess.run(
-            command, cwd=ROOT, env=quiet_environment(**environment), stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-            preexec_fn=before, timeout=240, check=False,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            env=quiet_environment(**environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            preexec_fn=before,
+            timeout=240,
+            check=False,
+        )
     said = (tmp_path / "err").read_text()
     assert "Traceback" not in said, said
     assert done.returncode in (0, 1, 2), said

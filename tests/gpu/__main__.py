@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("versions", "micro_batches", "starts", "sums", "neighbours", "noise", "failures", "loading")
+PARTS = (
+    "versions",
+    "micro_batches",
+    "starts",
+    "sums",
+    "neighbours",
+    "noise",
+    "failures",
+    "loading",
+)
 """What clipping costs first, then in the order in which they decide most."""
 MOST_SECONDS = 480
 SIGNS = {True: "ok", False: "FAILED", None: "not run"}
@@ -53,11 +62,25 @@ def supervise(part: str, device: str, reduced: bool) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         lines, log = Path(folder) / "checks", Path(folder) / "log"
         lines.touch()
-        command = [sys.executable, "-m", "tests.gpu", "--device", device, "--run", part, "--lines", str(lines)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gpu",
+            "--device",
+            device,
+            "--run",
+            part,
+            "--lines",
+            str(lines),
+        ]
         errors: list[str] = []
         with log.open("wb") as file:
             process = subprocess.Popen(
-                command + ["--reduced"] * reduced, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True
+                command + ["--reduced"] * reduced,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.PIPE,
+                text=True,
             )
         timer = threading.Timer(MOST_SECONDS, process.kill)
         timer.start()
@@ -69,20 +92,28 @@ def supervise(part: str, device: str, reduced: bool) -> list[Result]:
         timer.cancel()
         results: list[Result] = [json.loads(line) for line in lines.read_text().splitlines()]
     if code != 0:
-        missing = next((line for line in reversed(errors) if line.startswith("ModuleNotFoundError")), None)
+        missing = next(
+            (line for line in reversed(errors) if line.startswith("ModuleNotFoundError")), None
+        )
         holds = None if missing else False
         measured = missing or {"exit": code, "log": errors[-30:]}
         expected = f"ends by itself within {MOST_SECONDS} s"
-        results.append({"name": f"part {part}", "holds": holds, "measured": measured, "expected": expected})
+        results.append(
+            {"name": f"part {part}", "holds": holds, "measured": measured, "expected": expected}
+        )
     return results
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=PARTS, help="this one alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--reduced", action="store_true", help="small models and few repetitions")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", help="folder of the records")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "runs" / "gpu", help="folder of the records"
+    )
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -92,7 +123,10 @@ def main() -> int:
     try:
         import torch
     except ImportError:
-        print(f"error: {sys.executable} has no torch; choose another by `make gpu PYTHON=...`", file=sys.stderr)
+        print(
+            f"error: {sys.executable} has no torch; choose another by `make gpu PYTHON=...`",
+            file=sys.stderr,
+        )
         return 2
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -107,7 +141,8 @@ def main() -> int:
         started = time.monotonic()
         checks = supervise(part, options.device, options.reduced)
         record = {
-            "command": f"python -m tests.gpu --part {part} --device {options.device}" + " --reduced" * options.reduced,
+            "command": f"python -m tests.gpu --part {part} --device {options.device}"
+            + " --reduced" * options.reduced,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
             "torch": torch.__version__,
@@ -119,10 +154,14 @@ def main() -> int:
     width = max(len(result["name"]) for result in results)
     for result in results:
         measured = json.dumps(result["measured"])
-        print(f"{SIGNS[result['holds']]:8} {result['name']:{width}}  {measured[:100]}  ({result['expected']})")
+        print(
+            f"{SIGNS[result['holds']]:8} {result['name']:{width}}  {measured[:100]}  ({result['expected']})"
+        )
     failed = [result["name"] for result in results if result["holds"] is False]
     not_run = sum(result["holds"] is None for result in results)
-    print(f"{len(results)} checks: {len(failed)} failed, {not_run} not run; records: {options.output}")
+    print(
+        f"{len(results)} checks: {len(failed)} failed, {not_run} not run; records: {options.output}"
+    )
     for name in failed:
         print(f"failed: {name}")
     return 1 if failed else 0

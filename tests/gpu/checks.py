@@ -76,5 +76,9 @@ def start(device: str, *command: str, log: Path) -> "subprocess.Popen[bytes]":
     with log.open("ab") as file:
         return subprocess.Popen(
             [sys.executable, *command],
-            cwd=ROOT, env=environment(device), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=environment(device),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

@@ -44,7 +44,12 @@ def _interrupted(setting: Setting, number: signal.Signals, *, expected: int) -> 
     """Sends the signal after two of ten steps; the same command must finish the run."""
     run_dir, log = setting.folder / f"run-{number.name}", setting.folder / f"{number.name}.log"
     arguments = train_arguments(
-        run_dir, "--engine", "local", "train.num_steps=10", "heldout.num_captions=0", ds_config="ds_configs/zero1.json"
+        run_dir,
+        "--engine",
+        "local",
+        "train.num_steps=10",
+        "heldout.num_captions=0",
+        ds_config="ds_configs/zero1.json",
     )
     process = start(setting.device.type, TRAIN, *arguments, log=log)
     deadline = time.monotonic() + WITHIN
@@ -60,12 +65,17 @@ def _interrupted(setting: Setting, number: signal.Signals, *, expected: int) -> 
         "charged": state.num_charged,
         "done": count(run_dir, "done"),
     }
-    lost = 10 if number == signal.SIGKILL else 0  # steps since the last checkpoint and the one that ran are taken again
+    lost = (
+        10 if number == signal.SIGKILL else 0
+    )  # steps since the last checkpoint and the one that ran are taken again
     holds = first == expected and again == 0 and 10 <= state.num_charged <= 10 + lost
     if not holds:
         measured["log"] = log.read_text()[-1500:]
     yield Check(
-        f"{number.name} and resume", holds, measured, f"exit {expected}, then 0; 10 to {10 + lost} steps charged"
+        f"{number.name} and resume",
+        holds,
+        measured,
+        f"exit {expected}, then 0; 10 to {10 + lost} steps charged",
     )
 
 
@@ -78,18 +88,39 @@ def _chain(setting: Setting) -> Iterator[Check]:
         before, after = _link(engine, device, folder, setting.folder)
         if last is not None:
             same = test_chain.equal_bits(before, last)
-            yield Check(f"hand-over to {engine} on {device}", same, {"tensors": len(before)}, "equal to the last bit")
+            yield Check(
+                f"hand-over to {engine} on {device}",
+                same,
+                {"tensors": len(before)},
+                "equal to the last bit",
+            )
         last = after
 
 
-def _link(engine: str, device: str, folder: Path, scratch: Path) -> tuple[test_chain.State, test_chain.State]:
-    arguments = {"engine": engine, "optimizer": "adamw", "folder": folder, "num_steps": test_chain.STEPS_PER_LINK}
+def _link(
+    engine: str, device: str, folder: Path, scratch: Path
+) -> tuple[test_chain.State, test_chain.State]:
+    arguments = {
+        "engine": engine,
+        "optimizer": "adamw",
+        "folder": folder,
+        "num_steps": test_chain.STEPS_PER_LINK,
+    }
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     (scratch / "arguments").write_bytes(pickle.dumps((arguments, clipped_sum.WRITTEN_ENTRIES)))
     subprocess.run(
-        [sys.executable, "-m", "tests.distributed.ranks", "tests.distributed.test_chain:rank_link", str(scratch)],
-        cwd=ROOT, env=environment(device, **alone, MASTER_PORT=str(free_port())), check=True, timeout=WITHIN,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "tests.distributed.ranks",
+            "tests.distributed.test_chain:rank_link",
+            str(scratch),
+        ],
+        cwd=ROOT,
+        env=environment(device, **alone, MASTER_PORT=str(free_port())),
+        check=True,
+        timeout=WITHIN,
+    )
     # The file was written by the process above, in a folder that this program made.
     before, after = pickle.loads((scratch / "result-0").read_bytes())
     os.unlink(scratch / "result-0")
@@ -101,10 +132,16 @@ def _pauses(setting: Setting) -> Check:
     device = setting.device.type
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu.failures", device],
-        cwd=ROOT, env=environment(device), stdout=subprocess.PIPE, check=True, timeout=WITHIN,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment(device),
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=WITHIN,
+    )
     pauses = json.loads(done.stdout.splitlines()[-1])
-    holds = all(seconds < DEAD_AFTER / 3 for seconds in pauses.values() if not isinstance(seconds, str))
+    holds = all(
+        seconds < DEAD_AFTER / 3 for seconds in pauses.values() if not isinstance(seconds, str)
+    )
     return Check("pauses of the heartbeat", holds, pauses, f"below {DEAD_AFTER / 3:g} s")
 
 

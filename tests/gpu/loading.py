@@ -21,14 +21,25 @@ def checks(setting: Setting) -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0))
     decoded = cores * 1e3 / decoding_ms()
     workload = setting.choose(FULL, REDUCED)[-1]
-    step = make_step("bookkeeping", workload, setting.device, torch.bfloat16 if setting.is_cuda else torch.float32)
+    step = make_step(
+        "bookkeeping",
+        workload,
+        setting.device,
+        torch.bfloat16 if setting.is_cuda else torch.float32,
+    )
     step()
     trained = workload.batch_size / min(setting.seconds(step) for _ in range(3))
     yield Check(
-        f"pictures decoded per second, {workload.name}", decoded >= trained or not setting.is_cuda,
-        {"decoded": decoded, "trained": trained, "cores": cores, "cores_needed": cores * trained / decoded},
+        f"pictures decoded per second, {workload.name}",
+        decoded >= trained or not setting.is_cuda,
+        {
+            "decoded": decoded,
+            "trained": trained,
+            "cores": cores,
+            "cores_needed": cores * trained / decoded,
+        },
         "at least as many as are trained",
-    )  # fmt: skip
+    )
 
 
 def decoding_ms() -> float:

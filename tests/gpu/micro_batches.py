@@ -25,16 +25,26 @@ def checks(setting: Setting) -> Iterator[Check]:
     for workload in setting.choose(FULL, REDUCED):
         is_target = setting.is_cuda and workload.name == "dpcap_large"
         seconds = _seconds(setting, workload, dtype)
-        time = {mode: statistics.median(a / b for a, b in zip(seconds[mode], seconds["non_private"])) for mode in MODES}  # noqa: B905
-        per_second = {mode: workload.batch_size / statistics.median(seconds[mode]) for mode in MODES}
+        time = {
+            mode: statistics.median(a / b for a, b in zip(seconds[mode], seconds["non_private"]))  # noqa: B905
+            for mode in MODES
+        }
+        per_second = {
+            mode: workload.batch_size / statistics.median(seconds[mode]) for mode in MODES
+        }
         name = f"{workload.name}, {dtype}".replace("torch.", "")
         yield Check(
-            f"time, {name}", time["bookkeeping"] <= MOST_TIME if is_target else True, time,
+            f"time, {name}",
+            time["bookkeeping"] <= MOST_TIME if is_target else True,
+            time,
             f"bookkeeping <= {MOST_TIME}" if is_target else "for the record",
-        )  # fmt: skip
+        )
         yield Check(f"examples per second, {name}", True, per_second, "for the record")
         useful = count_flops(make_step("non_private", workload, torch.device("meta"), dtype))
-        ratio = {m: count_flops(make_step(m, workload, torch.device("meta"), dtype)) / useful for m in MODES}
+        ratio = {
+            m: count_flops(make_step(m, workload, torch.device("meta"), dtype)) / useful
+            for m in MODES
+        }
         yield Check(f"FLOPs, {name}", ratio["bookkeeping"] < 1.2, ratio, "bookkeeping < 1.2")
         if not setting.is_cuda:
             yield Check(f"memory and peak, {name}", None, "measured on CUDA", "see the targets")
@@ -42,9 +52,11 @@ def checks(setting: Setting) -> Iterator[Check]:
         peak = matrix_peak(dtype)
         share = {m: useful * per_second[m] / workload.batch_size / peak for m in MODES}
         yield Check(
-            f"share of the matrix peak, {name}", share["bookkeeping"] >= LEAST_SHARE if is_target else True,
-            share | {"peak_flops": peak}, f"bookkeeping >= {LEAST_SHARE}" if is_target else "for the record",
-        )  # fmt: skip
+            f"share of the matrix peak, {name}",
+            share["bookkeeping"] >= LEAST_SHARE if is_target else True,
+            share | {"peak_flops": peak},
+            f"bookkeeping >= {LEAST_SHARE}" if is_target else "for the record",
+        )
         yield from _memory(workload, dtype, name, is_target)
         yield Check(f"profile, {name}", True, _profile(setting, workload, dtype), "for the record")
 
@@ -52,7 +64,10 @@ def checks(setting: Setting) -> Iterator[Check]:
 def _seconds(setting: Setting, workload: Workload, dtype: torch.dtype) -> dict[str, list[float]]:
     """Interleaved rounds; the first one warms up."""
     steps = {mode: make_step(mode, workload, setting.device, dtype) for mode in MODES}
-    rounds = [{mode: setting.seconds(step) for mode, step in steps.items()} for _ in range(workload.rounds + 1)]
+    rounds = [
+        {mode: setting.seconds(step) for mode, step in steps.items()}
+        for _ in range(workload.rounds + 1)
+    ]
     return {mode: [seconds[mode] for seconds in rounds[1:]] for mode in MODES}
 
 
@@ -70,17 +85,25 @@ def _memory(workload: Workload, dtype: torch.dtype, name: str, is_target: bool) 
     peaks = {mode: _peak(mode, workload, dtype) for mode in ("accumulating", *MODES)}
     ratio = {mode: peaks[mode] / peaks["accumulating"] for mode in MODES}
     yield Check(
-        f"memory to accumulating, {name}", ratio["bookkeeping"] <= MOST_MEMORY if is_target else True,
-        ratio | {"bytes": peaks}, f"bookkeeping <= {MOST_MEMORY}" if is_target else "for the record",
-    )  # fmt: skip
-    largest = {mode: largest_micro_batch(workload, mode, torch.device("cuda"), dtype) for mode in MODES}
+        f"memory to accumulating, {name}",
+        ratio["bookkeeping"] <= MOST_MEMORY if is_target else True,
+        ratio | {"bytes": peaks},
+        f"bookkeeping <= {MOST_MEMORY}" if is_target else "for the record",
+    )
+    largest = {
+        mode: largest_micro_batch(workload, mode, torch.device("cuda"), dtype) for mode in MODES
+    }
     half = replace(workload, batch_size=max(workload.batch_size // 2, 1))
-    growth = (peaks["bookkeeping"] - _peak("bookkeeping", half, dtype)) / (workload.batch_size - half.batch_size)
+    growth = (peaks["bookkeeping"] - _peak("bookkeeping", half, dtype)) / (
+        workload.batch_size - half.batch_size
+    )
     predicted = _predicted_growth(workload, dtype)
     yield Check(
-        f"memory of one more example, {name}", 0.7 <= predicted / growth <= 1.4,
-        {"measured": growth, "predicted": predicted, "largest_micro_batch": largest}, "predicted within 0.7 to 1.4 of measured",
-    )  # fmt: skip
+        f"memory of one more example, {name}",
+        0.7 <= predicted / growth <= 1.4,
+        {"measured": growth, "predicted": predicted, "largest_micro_batch": largest},
+        "predicted within 0.7 to 1.4 of measured",
+    )
 
 
 def _predicted_growth(workload: Workload, dtype: torch.dtype) -> float:
@@ -88,7 +111,9 @@ def _predicted_growth(workload: Workload, dtype: torch.dtype) -> float:
     from trainer.run.memory_estimate import MemoryTimeline
 
     def peak(size: int) -> int:
-        step = make_step("bookkeeping", replace(workload, batch_size=size), torch.device("meta"), dtype)
+        step = make_step(
+            "bookkeeping", replace(workload, batch_size=size), torch.device("meta"), dtype
+        )
         with MemoryTimeline() as timeline:
             step()
         return max(timeline.live_bytes)
@@ -106,12 +131,19 @@ def _profile(setting: Setting, workload: Workload, dtype: torch.dtype) -> dict[s
         wall = setting.seconds(step)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             setting.seconds(step)
-        kernels = [e for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [
+            e for e in profiler.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA
+        ]
         busy = sum(e.self_device_time_total for e in kernels) / 1e6
         longest = sorted(kernels, key=lambda e: -e.self_device_time_total)[:12]
         found[mode] = {
-            "wall_seconds": wall, "kernel_seconds": busy, "idle_share": max(0.0, 1 - busy / wall),
+            "wall_seconds": wall,
+            "kernel_seconds": busy,
+            "idle_share": max(0.0, 1 - busy / wall),
             "launches": sum(e.count for e in kernels),
-            "longest": [{"kernel": e.key[:80], "count": e.count, "ms": e.self_device_time_total / 1e3} for e in longest],
-        }  # fmt: skip
+            "longest": [
+                {"kernel": e.key[:80], "count": e.count, "ms": e.self_device_time_total / 1e3}
+                for e in longest
+            ],
+        }
     return found

@@ -30,7 +30,9 @@ def checks(setting: Setting) -> Iterator[Check]:
     values = draw.cpu().numpy() / DEVIATION
     buckets = np.histogram(values, stats.norm.ppf(np.linspace(0, 1, 257)))[0]
     p_value = float(stats.chisquare(buckets).pvalue)
-    yield Check("noise, 256 buckets", 1e-5 < p_value < 1 - 1e-5, p_value, "p between 1e-5 and 1 - 1e-5")
+    yield Check(
+        "noise, 256 buckets", 1e-5 < p_value < 1 - 1e-5, p_value, "p between 1e-5 and 1 - 1e-5"
+    )
     off = {n: float((values**n).mean() - mean) * math.sqrt(count / var) for n, mean, var in MOMENTS}
     off[0] = float(np.corrcoef(values[:-1], values[1:])[0, 1]) * math.sqrt(count)
     worst = max(abs(x) for x in off.values())
@@ -38,7 +40,9 @@ def checks(setting: Setting) -> Iterator[Check]:
     again = drawn()
     # 1,000 whole numbers among 2e7 others of this deviation: 0.5 coincide by chance.
     common = int(torch.isin(again[:1000], draw).sum())
-    yield Check("noise, no draw comes twice", common <= 9, common, "at most 9 values in common by chance")
+    yield Check(
+        "noise, no draw comes twice", common <= 9, common, "at most 9 values in common by chance"
+    )
     rate = count / min(setting.seconds(drawn) for _ in range(3))
     yield Check("noise, speed", True, {"million_samples_per_second": rate / 1e6}, "for the record")
     yield from _tails(setting)
@@ -55,18 +59,30 @@ def _tails(setting: Setting) -> Iterator[Check]:
     # A Poisson count, with a probability of 1e-6 on each side.
     low, high = stats.poisson.ppf(1e-6, mean) - 1, stats.poisson.ppf(1 - 1e-6, mean) + 1
     yield Check(
-        f"noise, draws beyond {FAR}", bool(low <= beyond <= high), beyond, f"{mean:.1f} on average, {low:g} to {high:g}"
+        f"noise, draws beyond {FAR}",
+        bool(low <= beyond <= high),
+        beyond,
+        f"{mean:.1f} on average, {low:g} to {high:g}",
     )
 
 
 def _memory(setting: Setting) -> Iterator[Check]:
     """What adding noise to a large shard takes on top of it."""
     if not setting.is_cuda:
-        yield Check("noise, temporary memory", None, "no allocator statistics on CPU", "at most 1 GiB")
+        yield Check(
+            "noise, temporary memory", None, "no allocator statistics on CPU", "at most 1 GiB"
+        )
         return
-    values = torch.zeros(setting.choose(200_000_000, 20_000_000), dtype=torch.int64, device=setting.device)
+    values = torch.zeros(
+        setting.choose(200_000_000, 20_000_000), dtype=torch.int64, device=setting.device
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     add_noise(values, DEVIATION, SystemNoise())
     on_top = torch.cuda.max_memory_allocated() - before
-    yield Check("noise, temporary memory", on_top <= 2**30, {"bytes": on_top, "values": len(values)}, "at most 1 GiB")
+    yield Check(
+        "noise, temporary memory",
+        on_top <= 2**30,
+        {"bytes": on_top, "values": len(values)},
+        "at most 1 GiB",
+    )

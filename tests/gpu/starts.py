@@ -31,18 +31,35 @@ def checks(setting: Setting) -> Iterator[Check]:
             case = ds_config, engine = waiting.pop(0)
             run_dir = setting.folder / f"{engine}-{ds_config}"
             settings = [f"train.num_steps={STEPS}", "heldout.num_captions=1"]
-            arguments = train_arguments(run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}")
-            running[case] = run_dir, start(setting.device.type, TRAIN, *arguments, log=run_dir.with_suffix(".log"))
+            arguments = train_arguments(
+                run_dir, "--engine", engine, *settings, ds_config=f"ds_configs/{ds_config}"
+            )
+            running[case] = (
+                run_dir,
+                start(setting.device.type, TRAIN, *arguments, log=run_dir.with_suffix(".log")),
+            )
         time.sleep(0.1)
-        for ds_config, engine in [case for case, (_, process) in running.items() if process.poll() is not None]:
+        for ds_config, engine in [
+            case for case, (_, process) in running.items() if process.poll() is not None
+        ]:
             run_dir, process = running.pop((ds_config, engine))
             refused, code = ds_config in REFUSED[engine], process.returncode
             steps = {kind: count(run_dir, kind) for kind in ("intent", "done")}
-            holds = code == 2 and not run_dir.exists() if refused else code == 0 and set(steps.values()) == {STEPS}
-            end = {} if holds else {"log": run_dir.with_suffix(".log").read_text().strip().splitlines()[-8:]}
+            holds = (
+                code == 2 and not run_dir.exists()
+                if refused
+                else code == 0 and set(steps.values()) == {STEPS}
+            )
+            end = (
+                {}
+                if holds
+                else {"log": run_dir.with_suffix(".log").read_text().strip().splitlines()[-8:]}
+            )
             expected = (
                 "refused with exit 2 before a run folder exists"
                 if refused
                 else f"exit 0, {STEPS} intents, {STEPS} done"
             )
-            yield Check(f"start, {engine}, {ds_config}", holds, {"exit": code, **steps, **end}, expected)
+            yield Check(
+                f"start, {engine}, {ds_config}", holds, {"exit": code, **steps, **end}, expected
+            )

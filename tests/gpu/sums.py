@@ -30,16 +30,26 @@ Made = tuple[nn.Module, dict[str, Tensor]]
 def captioner() -> Made:
     """Wide and long enough for ghost norms of several tiles, and not a multiple of them."""
     config = captioner_config(
-        "pico", image_size=64, patch_size=8, vocab_size=211, num_tokens=21, encoder_width=96, encoder_depth=2,
-        encoder_num_heads=2, decoder_width=72, decoder_depth=2, decoder_num_heads=2,
-    )  # fmt: skip
+        "pico",
+        image_size=64,
+        patch_size=8,
+        vocab_size=211,
+        num_tokens=21,
+        encoder_width=96,
+        encoder_depth=2,
+        encoder_num_heads=2,
+        decoder_width=72,
+        decoder_depth=2,
+        decoder_num_heads=2,
+    )
     generator = torch.Generator().manual_seed(3)
     model = build_captioner(config, generator=generator)
     with torch.no_grad():  # away from the initial zeros and ones
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     inputs = {
-        "images_BCHW": torch.randn(6, 3, 64, 64, generator=generator) * torch.logspace(-1, 0.5, 6)[:, None, None, None],
+        "images_BCHW": torch.randn(6, 3, 64, 64, generator=generator)
+        * torch.logspace(-1, 0.5, 6)[:, None, None, None],
         "tokens_BL": torch.randint(3, 211, (6, 21), generator=generator),
         "token_mask_BL": torch.arange(21)[None] < torch.randint(3, 22, (6, 1), generator=generator),
     }
@@ -78,7 +88,9 @@ def nobody_padding(inputs: Mapping[str, Tensor]) -> Tensor:
 
 def expected_sum(made: Made, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
     """The sum at half the median norm, in float64 from the weights and inputs as `dtype` holds them; and that bound."""
-    model, inputs = moved(moved(made, torch.device("cpu"), dtype), torch.device("cpu"), torch.float64)
+    model, inputs = moved(
+        moved(made, torch.device("cpu"), dtype), torch.device("cpu"), torch.float64
+    )
     bound = oracle.median_norm(model, model, inputs) / 2
     return oracle.clipped_sum(model, model, inputs, bound), bound
 
@@ -103,11 +115,15 @@ def checks(setting: Setting) -> Iterator[Check]:
         for mode in MODES:
             error = error_of(moved(make(), setting.device, dtype), bound, mode, expected)
             title = f"sum, {name}, {dtype}, {mode}".replace("torch.", "")
-            yield Check(title, error <= TOLERANCE[dtype], error, f"relative error <= {TOLERANCE[dtype]:g}")
+            yield Check(
+                title, error <= TOLERANCE[dtype], error, f"relative error <= {TOLERANCE[dtype]:g}"
+            )
     yield from _compiled(setting)
     for name, make in MODELS.items():  # the check that every start makes, on this device's kernels
         check_against_autograd(*moved(make(), setting.device, torch.float32))
-        yield Check(f"self-check, {name}", True, "equal", "the unclipped sum is torch's own gradient")
+        yield Check(
+            f"self-check, {name}", True, "equal", "the unclipped sum is torch's own gradient"
+        )
     yield from _repeats(setting)
     yield from _waits(setting)
 
@@ -124,7 +140,12 @@ def _compiled(setting: Setting) -> Iterator[Check]:
         compile_blocks(model)
         error = error_of((model, inputs), bound, mode, expected)
         limit = TOLERANCE[torch.float32]
-        yield Check(f"sum, captioner, compiled, {mode}", error <= limit, error, f"relative error <= {limit:g}")
+        yield Check(
+            f"sum, captioner, compiled, {mode}",
+            error <= limit,
+            error,
+            f"relative error <= {limit:g}",
+        )
 
 
 def _repeats(setting: Setting) -> Iterator[Check]:
@@ -132,7 +153,10 @@ def _repeats(setting: Setting) -> Iterator[Check]:
     for dtype in TOLERANCE:
         made = moved(captioner(), setting.device, dtype)
         first, *others = (_gradients(made) for _ in range(setting.choose(20, 3)))
-        differ = sum(not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)) for other in others)
+        differ = sum(
+            not all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+            for other in others
+        )
         title = f"backward repeats, {dtype}".replace("torch.", "")
         yield Check(title, differ == 0, {"runs": len(others), "differ": differ}, "equal bits")
 
@@ -169,7 +193,10 @@ def _waits_of(setting: Setting, work: Callable[[], object]) -> list[str]:
     if not setting.is_cuda:
         from privacy.clipping import clipped_sum
 
-        with mock.patch.object(clipped_sum, "needs_blanking", return_value=True), test_waits.Waits() as waits:
+        with (
+            mock.patch.object(clipped_sum, "needs_blanking", return_value=True),
+            test_waits.Waits() as waits,
+        ):
             work()  # as on CUDA, where it is not asked whether a value is finite
         return waits.found
     torch.cuda.synchronize()

@@ -36,11 +36,29 @@ mock.patch.object(contributions, "ghost_norm", ghost_norm).start()
 """
 
 
-def accept(output: Path, *options: str, timeout: float = 900, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--reduced", "--output", str(output), *options]
+def accept(
+    output: Path, *options: str, timeout: float = 900, **more: str
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.gpu",
+        "--device",
+        "cpu",
+        "--reduced",
+        "--output",
+        str(output),
+        *options,
+    ]
     environment = quiet_environment(**more)
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -73,6 +91,13 @@ def test_a_planted_defect_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_runs_instead() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu"], cwd=ROOT, env=quiet_environment(), capture_output=True, text=True, check=False
-    )  # fmt: skip
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        [sys.executable, "-m", "tests.gpu"],
+        cwd=ROOT,
+        env=quiet_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (
+        done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    )

@@ -20,7 +20,10 @@ def main(command: list[str]) -> int:
     if reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="hosts-") as folder, network(Path(folder), "node1", "node2") as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as folder,
+        network(Path(folder), "node1", "node2") as made,
+    ):
         for host in made.hosts.values():
             host.start_sshd()
         if not command:

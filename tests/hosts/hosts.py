@@ -45,7 +45,9 @@ def why_not(*programs: str) -> str:
     missing = [p for p in ("ip", "unshare", "nsenter", "setpriv", *programs) if find(p) is None]
     if missing:
         return f"not installed: {', '.join(missing)} (tests/install_packages.sh)"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True
+    )
     return "" if tried.returncode == 0 else f"no namespaces: {tried.stderr.strip()}"
 
 
@@ -73,10 +75,29 @@ class Host:
             f"exec {sys.executable} -c {shlex.quote(_INIT)}",
         ]
         self._unshare = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork",
-             "--mount-proc", "--kill-child", "sh", "-ec", "\n".join(setup)],
-            stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True, start_new_session=True, env=self._environment({}),
-        )  # fmt: skip
+            [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                "unshare",
+                "--net",
+                "--uts",
+                "--ipc",
+                "--mount",
+                "--pid",
+                "--fork",
+                "--mount-proc",
+                "--kill-child",
+                "sh",
+                "-ec",
+                "\n".join(setup),
+            ],
+            stdout=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+            env=self._environment({}),
+        )
         assert self._unshare.stdout is not None
         assert self._unshare.stdout.readline() == "up\n", f"host {self.name} did not come up"
         pid = self._unshare.pid
@@ -84,22 +105,43 @@ class Host:
         self._network.plug(self._number, self.init)
 
     def popen(
-        self, command: Sequence[str], *, cwd: Path = ROOT, output: Path | None = None, **environment: str
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path = ROOT,
+        output: Path | None = None,
+        **environment: str,
     ) -> subprocess.Popen[str]:
         """A process of this host, in a session of its own; `kill_group` ends it. Output goes to a pipe, or to a file."""
         target = output.open("a") if output is not None else subprocess.PIPE
         try:
             return subprocess.Popen(
                 self._inside(command, cwd),
-                stdout=target, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, start_new_session=True,
+                stdout=target,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
                 env=self._environment(environment),
-            )  # fmt: skip
+            )
         finally:
             if output is not None:
                 target.close()  # type: ignore[union-attr]
 
     def _inside(self, command: Sequence[str], cwd: Path) -> list[str]:
-        return ["nsenter", "-t", str(self.init), "-n", "-u", "-i", "-m", "-p", f"--wdns={cwd}", "--", *command]
+        return [
+            "nsenter",
+            "-t",
+            str(self.init),
+            "-n",
+            "-u",
+            "-i",
+            "-m",
+            "-p",
+            f"--wdns={cwd}",
+            "--",
+            *command,
+        ]
 
     def attached(self, command: Sequence[str], **environment: str) -> int:
         """A command with our own terminal, from our own folder; its exit code."""
@@ -116,7 +158,9 @@ class Host:
         except subprocess.TimeoutExpired:
             kill_group(process)
             said, _ = process.communicate()
-            raise AssertionError(f"{shlex.join(command)}: no end within {timeout} s:\n{said[-4000:]}") from None
+            raise AssertionError(
+                f"{shlex.join(command)}: no end within {timeout} s:\n{said[-4000:]}"
+            ) from None
         finally:
             kill_group(process)
         return subprocess.CompletedProcess(command, process.returncode, said)
@@ -131,7 +175,11 @@ class Host:
             [str(find("sshd")), "-D", "-e", "-f", str(self._network.folder / "sshd_config")],
             output=self._network.folder / f"sshd-{self.name}.log",
         )
-        wait_until(lambda: self.run(["ssh", self.name, "true"]).returncode == 0, f"sshd on {self.name}", within=20)
+        wait_until(
+            lambda: self.run(["ssh", self.name, "true"]).returncode == 0,
+            f"sshd on {self.name}",
+            within=20,
+        )
 
     def kill(self) -> None:
         """Power off: its cable first, so that no process says good-bye, then all its processes at once."""
@@ -167,7 +215,8 @@ class Network:
             "PermitRootLogin yes\nPasswordAuthentication no\nPermitUserRC no\nUseDNS no\nMaxStartups 100\n"
         )
         switch = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"], start_new_session=True
+            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sleep", "infinity"],
+            start_new_session=True,
         )
         self._switch, own = switch, os.readlink("/proc/self/ns/net")
         wait_until(lambda: os.readlink(f"/proc/{switch.pid}/ns/net") != own, "a network of its own")
@@ -178,14 +227,20 @@ class Network:
     @staticmethod
     def _ip(inside: int, *commands: str) -> None:
         for command in commands:
-            subprocess.run(["nsenter", "-t", str(inside), "-n", str(find("ip")), *command.split()], check=True)
+            subprocess.run(
+                ["nsenter", "-t", str(inside), "-n", str(find("ip")), *command.split()], check=True
+            )
 
     def plug(self, number: int, init: int) -> None:
         """A cable from the switch to the card eth0 of a host."""
         assert self._switch is not None
         port = f"port{number}"
         card = f"eth0 address 02:00:00:00:00:{number:02x} netns {init}"  # the same after a reboot, as neighbours expect
-        self._ip(self._switch.pid, f"link add {port} type veth peer name {card}", f"link set {port} master br0 up")
+        self._ip(
+            self._switch.pid,
+            f"link add {port} type veth peer name {card}",
+            f"link set {port} master br0 up",
+        )
         self._ip(init, f"addr add {NETWORK}.{number}/24 dev eth0", "link set eth0 up")
 
     def unplug(self, number: int) -> None:
@@ -208,7 +263,9 @@ def network(folder: Path, *names: str) -> Iterator[Network]:
             kill_group(made._switch)
 
 
-def wait_until(condition: Callable[[], object], what: str, within: float = 10, every: float = 0.05) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, within: float = 10, every: float = 0.05
+) -> None:
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, f"waited {within} s for {what}"

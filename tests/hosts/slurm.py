@@ -62,10 +62,12 @@ class Slurm:
         key.chmod(0o400)
         (self.folder / "slurm.conf").write_text(
             _CONFIG.format(
-                head=self.head.name, head_address=self.head.address, folder=self.folder,
+                head=self.head.name,
+                head_address=self.head.address,
+                folder=self.folder,
                 nodes=",".join(host.name for host in self.nodes),
             )
-        )  # fmt: skip
+        )
         self._start_munge(self.head)
         self._daemon(self.head, "slurmctld", "-D", "-i")
         for host in self.nodes:
@@ -81,9 +83,16 @@ class Slurm:
         files.mkdir(mode=0o700, exist_ok=True)
         # As root, with a key of its own, apart from whatever the machine has.
         self._daemon(
-            host, "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", f"--log-file={files}/log",
-            f"--pid-file={files}/pid", f"--seed-file={files}/seed", "--socket=/run/munge/munge.socket.2",
-        )  # fmt: skip
+            host,
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={self.folder}/munge.key",
+            f"--log-file={files}/log",
+            f"--pid-file={files}/pid",
+            f"--seed-file={files}/seed",
+            "--socket=/run/munge/munge.socket.2",
+        )
         wait_until(lambda: host.run(["munge", "-n"]).returncode == 0, f"munge on {host.name}")
 
     def _daemon(self, host: Host, program: str, *options: str) -> None:
@@ -94,10 +103,16 @@ class Slurm:
             SLURM_CONF=str(self.folder / "slurm.conf"),
         )
 
-    def run(self, *command: str, check: bool = True, timeout: float = 60, **environment: str) -> str:
+    def run(
+        self, *command: str, check: bool = True, timeout: float = 60, **environment: str
+    ) -> str:
         """Output of one of Slurm's commands on the head."""
         result = self.head.run(
-            command, timeout=timeout, SLURM_CONF=str(self.folder / "slurm.conf"), OMP_NUM_THREADS="1", **environment
+            command,
+            timeout=timeout,
+            SLURM_CONF=str(self.folder / "slurm.conf"),
+            OMP_NUM_THREADS="1",
+            **environment,
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}\n{self.logs()}"
         return result.stdout.strip()
@@ -141,5 +156,8 @@ class Slurm:
         )
 
     def logs(self) -> str:
-        parts = [f"== {p.name}\n{p.read_text(errors='replace')[-2500:]}" for p in sorted(self.folder.glob("*.out"))]
+        parts = [
+            f"== {p.name}\n{p.read_text(errors='replace')[-2500:]}"
+            for p in sorted(self.folder.glob("*.out"))
+        ]
         return "\n".join(parts)

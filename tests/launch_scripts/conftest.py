@@ -23,7 +23,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         said = capsys.readouterr()
         assert ended.value.code == code, said.err
         if code:
-            line = re.sub(r"(?m)^reading and writing weights.*\n", "", said.err)  # said on a slow machine
+            line = re.sub(
+                r"(?m)^reading and writing weights.*\n", "", said.err
+            )  # said on a slow machine
             assert said.out == "" and line.startswith("error: ") and line.count("\n") == 1
             return line
         return said.out

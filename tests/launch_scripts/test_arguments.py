@@ -27,7 +27,10 @@ COMMANDS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_overrides_stand_anywhere(command: str) -> None:
     for places in itertools.product(range(3), repeat=len(OVERRIDES)):
-        at = {place: [o for o, p in zip(OVERRIDES, places, strict=True) if p == place] for place in range(3)}
+        at = {
+            place: [o for o, p in zip(OVERRIDES, places, strict=True) if p == place]
+            for place in range(3)
+        }
         arguments = [*at[0], *OPTIONS, *at[1], "--recipe", "r.toml", *at[2]]
         found = COMMANDS[command](arguments)
         assert sorted(found.overrides) == sorted(OVERRIDES), arguments
@@ -73,19 +76,33 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     commands = [*([f"launch_scripts/{name}", "--help"] for name in SCRIPTS), WRONG_KEY, *missing]
     command = [sys.executable, "-c", RUN_AND_LIST, str(folder), json.dumps(commands)]
     subprocess.run(command, cwd=ROOT, check=True)
-    return {name: (folder / str(n)).read_text().splitlines() for n, name in enumerate([*SCRIPTS, "wrong", *MISSING])}
+    return {
+        name: (folder / str(n)).read_text().splitlines()
+        for n, name in enumerate([*SCRIPTS, "wrong", *MISSING])
+    }
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "cluster/torchrun.py"])
 def test_a_python_without_the_packages_says_how_to_get_them(script: str) -> None:
-    command = [sys.executable, "-S", f"launch_scripts/{script}", "--help"]  # -S: without site-packages
+    command = [
+        sys.executable,
+        "-S",
+        f"launch_scripts/{script}",
+        "--help",
+    ]  # -S: without site-packages
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "make venv" in done.stderr
+    assert (
+        done.stderr.startswith("error: ")
+        and done.stderr.count("\n") == 1
+        and "make venv" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "wrong"])
-def test_help_and_a_wrong_recipe_key_import_nothing_that_takes_seconds(script: str, said: dict[str, list[str]]) -> None:
+def test_help_and_a_wrong_recipe_key_import_nothing_that_takes_seconds(
+    script: str, said: dict[str, list[str]]
+) -> None:
     *lines, ending = said[script]
     code, words = (2, "did you mean num_steps?") if script == "wrong" else (0, script)
     assert ending == f"exit code {code}; imported: set()" and words in "\n".join(lines)
@@ -116,39 +133,65 @@ def test_all_keys_are_listed_with_their_choices(capsys: pytest.CaptureFixture[st
 
 TINY = "--ds_config ds_configs/zero3.json --recipe recipes/tiny.toml"
 SMALL = "--num_examples 3000 --expected_batch_size 60 --num_steps 50"
-QUICK = "--recipe recipes/quickstart.toml data.num_examples=10000 --no_extras --ds_config ds_configs"
+QUICK = (
+    "--recipe recipes/quickstart.toml data.num_examples=10000 --no_extras --ds_config ds_configs"
+)
 BAD = {
     "train.py": [
         ("--recipe recipes/tiny.toml", "--ds_config"),
-        ("--ds_config ds_configs/zero3.json --engine none", "argument --engine: invalid choice: 'none'"),
+        (
+            "--ds_config ds_configs/zero3.json --engine none",
+            "argument --engine: invalid choice: 'none'",
+        ),
         ("--ds_config ds_configs/zero3.json --recipe recipes/nothing.toml", "nothing.toml"),
         ("--ds_config ds_configs/nothing.json --recipe recipes/tiny.toml", "nothing.json"),
         (f"{TINY} train.num_steps=1 --nosuch name=x", "unrecognized arguments: --nosuch"),
         (f"{TINY} privacy.epsilonn=8", "tiny.toml: unknown key privacy.epsilonn"),
         (f"{TINY} train.num_steps=many", "train.num_steps: must be a whole number, not 'many'"),
-        (f"{TINY} privacy.noise_multiplier=-1", "privacy.noise_multiplier: must be 0 or more, not -1"),
+        (
+            f"{TINY} privacy.noise_multiplier=-1",
+            "privacy.noise_multiplier: must be 0 or more, not -1",
+        ),
         (f"{TINY} model.size=huge", "huge"),
         (f"{TINY} nonsense", "section.key=value"),
-        (f"{TINY} data.shards=a-0.tar data.shards=a-1.tar", "once"),  # what an unquoted {0..1} becomes in a shell
-        (f"{TINY} privacy.noise_multiplier=0 privacy.target_epsilon=8.0", "gives no guarantee; remove one of them"),
+        (
+            f"{TINY} data.shards=a-0.tar data.shards=a-1.tar",
+            "once",
+        ),  # what an unquoted {0..1} becomes in a shell
+        (
+            f"{TINY} privacy.noise_multiplier=0 privacy.target_epsilon=8.0",
+            "gives no guarantee; remove one of them",
+        ),
         (f"{TINY} privacy.expected_batch_size=3001", "3001 is larger than the data"),
         (f"{TINY} data.shards=nowhere/*.tar", "nowhere"),
         (f"{TINY} data.tokenizer=nowhere.json", "nowhere.json"),
     ],
     "plan.py": [
-        ("--num_examples 100 --expected_batch_size 200 --num_steps 5 --noise_multiplier 1", "larger than the data"),
+        (
+            "--num_examples 100 --expected_batch_size 200 --num_steps 5 --noise_multiplier 1",
+            "larger than the data",
+        ),
         (f"{SMALL} --noise_multiplier 0 --target_epsilon 8", "exactly one of"),
         (SMALL, "exactly one of"),
         (f"{SMALL} --noise_multiplier 0.1", "below 0.3"),
         (f"{SMALL} --noise_multiplier 1 train.num_steps=5", "give --recipe"),
         (f"{SMALL} --noise_multiplier 1 --delta 2", "--delta must be below 1"),
         (f"{SMALL} --noise_multiplier x", "invalid float"),
-        (f"{SMALL} --noise_multiplier 4 --gpu a100-80gb", "such as ds_configs/zero3.json, and --recipe"),
+        (
+            f"{SMALL} --noise_multiplier 4 --gpu a100-80gb",
+            "such as ds_configs/zero3.json, and --recipe",
+        ),
         (f"{SMALL} --noise_multiplier 4 --ds_config ds_configs/zero3.json", "give --recipe"),
         (f"{SMALL} --noise_multiplier 4 --choose", "give --recipe too"),
         ("--recipe recipes/quickstart.toml", "names no data.num_examples"),
-        ("--recipe recipes/vip_base.toml --num_steps 5", "states what --num_steps is: give train.num_steps=5"),
-        ("--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true", "a target epsilon"),
+        (
+            "--recipe recipes/vip_base.toml --num_steps 5",
+            "states what --num_steps is: give train.num_steps=5",
+        ),
+        (
+            "--recipe recipes/vip_nano.toml --choose --no_extras privacy.simulation=true",
+            "a target epsilon",
+        ),
         (f"{QUICK}/zero3.json --efficiency 35", "--efficiency must be 1 or less, not 35.0"),
         (f"{QUICK}/zero3.json --world_size 0", "--world_size must be 1 or more"),
         (f"{QUICK}/zero3.json privacy.target_epsilon=20 --gpu tpu", "choose one of"),
@@ -164,28 +207,37 @@ BAD = {
         ("import --from csv missing.csv --output x", "there is no csv missing.csv"),
         ("import --from folder docs --output x --max_per_owner 2", "or neither"),
         ("import --from folder docs --output x --duplicate_distance 40", "must be 10 or less"),
-        ("import --from folder docs --output x --heldout_share 0.51", "--heldout_share must be 0.5 or less"),
+        (
+            "import --from folder docs --output x --heldout_share 0.51",
+            "--heldout_share must be 0.5 or less",
+        ),
         ("synthetic --output x --num_examples 0", "1 or more"),
         ("synthetic --output /proc/x --num_examples 1 --workers 1", "cannot write"),
         ("synthetic --preview x.png --image_size 5", "16 to 4096"),
     ],
     "shared_ledger.py": [("show nowhere.jsonl", "nowhere.jsonl: there is no such file")],
     "study.py": [
-        ("run studies/none.toml", "study studies/none.toml: No such file or directory; give a file as in studies/"),
+        (
+            "run studies/none.toml",
+            "study studies/none.toml: No such file or directory; give a file as in studies/",
+        ),
         ("run recipes/quickstart.toml", "recipes/quickstart.toml is a recipe, not a study"),
         ("run studies/tan_dpcap.toml --workers 0", "--workers must be 1 or more, not 0"),
         ("run studies/tan_dpcap.toml --nodes 2", "--nodes is for --executor slurm-array"),
         ("run", "STUDY.toml"),
         ("report --study_dir runs/studies/none", "No such file"),
     ],
-}  # fmt: skip
+}
 """What each command refuses, and words of its answer."""
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "words"), [(script, *case) for script, cases in BAD.items() for case in cases]
+    ("script", "arguments", "words"),
+    [(script, *case) for script, cases in BAD.items() for case in cases],
 )
-def test_what_is_refused_is_one_line_and_exit_code_2(script: str, arguments: str, words: str, tmp_path: Path) -> None:
+def test_what_is_refused_is_one_line_and_exit_code_2(
+    script: str, arguments: str, words: str, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     given = arguments.replace("--output x", f"--output {tmp_path / 'x'}")
     if TINY in given:

@@ -26,7 +26,16 @@ from privacy.accounting.rounding import rounded_up
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from tests.launch_scripts.conftest import Run
-from tests.models.released import OF_ENCODER, Released, V, arguments, dpcap_file, masks, pairs, vip_file
+from tests.models.released import (
+    OF_ENCODER,
+    Released,
+    V,
+    arguments,
+    dpcap_file,
+    masks,
+    pairs,
+    vip_file,
+)
 from tests.privacy.ledger_files import NUMBERS, PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, SECRET, recipe, trained
 from trainer.config.recipe import InitSection
@@ -36,9 +45,7 @@ from trainer.weights.start import find_checkpoint, initialisation_facts, load_st
 
 ROOT = Path(__file__).resolve().parents[2]
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)
-ADAPTERS = (
-    'encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3, trainable = "adapters", adapter_rank = 2'
-)
+ADAPTERS = 'encoder_depth = 1, encoder_width = 32, patch_size = 4, num_classes = 3, trainable = "adapters", adapter_rank = 2'
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,9 @@ def captioner(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def statements(folder: Path) -> str:
     """Everything that people and programs read of a folder, without the source that is copied into it."""
-    files = [p for p in folder.rglob("*") if p.suffix in (".md", ".json") and p.name != "tokenizer.json"]
+    files = [
+        p for p in folder.rglob("*") if p.suffix in (".md", ".json") and p.name != "tokenizer.json"
+    ]
     return "\n".join(path.read_text() for path in files)
 
 
@@ -69,7 +78,10 @@ def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: P
     features = theirs(images()).last_hidden_state
     torch.testing.assert_close(features, ours.encoder(images()), atol=1e-5, rtol=1e-5)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(out / "captioner")
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (ours.config.bos_id, ours.config.eos_id)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        ours.config.bos_id,
+        ours.config.eos_id,
+    )
     # The claim is the ledger's, rounded up, and the whole card is there.
     epsilon = PLAN.epsilon_after(3)
     assert f"epsilon {rounded_up(epsilon)} at delta 1e-05, from its ledger" in said
@@ -81,14 +93,21 @@ def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: P
     about = json.loads((out / "config.json").read_text())["about"]
     assert about["attested"] and about["training_data"] == {"provenance": "private"}
     card = pytest.importorskip("huggingface_hub").ModelCard.load(out / "README.md")
-    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "image-feature-extraction"
-    assert "differential-privacy" in card.data.tags and card.data.to_dict()["formal_guarantee"] is True
+    assert (
+        card.data.library_name == "transformers"
+        and card.data.pipeline_tag == "image-feature-extraction"
+    )
+    assert (
+        "differential-privacy" in card.data.tags and card.data.to_dict()["formal_guarantee"] is True
+    )
     # Nothing of private/, and no path of this machine.
     for file in (path.read_bytes() for path in out.rglob("*") if path.is_file()):
         assert SECRET.encode() not in file and str(captioner.parent).encode() not in file
 
 
-def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, command: Run, tmp_path: Path) -> None:
+def test_the_exported_captioner_needs_nothing_of_the_project(
+    captioner: Path, command: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     command("--checkpoint", captioner, "--format", "safetensors", out)
     ours = open_model(captioner).model
@@ -103,12 +122,21 @@ def test_the_exported_captioner_needs_nothing_of_the_project(captioner: Path, co
         "save_file({'logits': logits}, '../logits.safetensors')\n"
         "assert not {'data', 'trainer', 'privacy', 'transformers'} & sys.modules.keys()\n"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=out, capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", code],
+        cwd=out,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    torch.testing.assert_close(load_file(tmp_path / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        load_file(tmp_path / "logits.safetensors")["logits"], expected, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("damage", "reason"), CONTRADICTED)
@@ -123,27 +151,41 @@ def test_a_ledger_that_contradicts_the_checkpoint_is_refused(
     assert reason in said and not EPSILON.search(said) and not (tmp_path / "out").exists()
 
 
-def test_without_a_ledger_nothing_is_attested(captioner: Path, command: Run, tmp_path: Path) -> None:
+def test_without_a_ledger_nothing_is_attested(
+    captioner: Path, command: Run, tmp_path: Path
+) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(captioner, run)
     remove_ledger(run)
     said = command("--checkpoint", run, "--format", "hf", out)
     assert "there is no ledger in its run folder" in said and "no epsilon is stated" in said
     text = statements(out)
-    assert "Not attested" in text and "there is no ledger" in text and "formal_guarantee: false" in text
+    assert (
+        "Not attested" in text
+        and "there is no ledger" in text
+        and "formal_guarantee: false" in text
+    )
     assert not EPSILON.search(text) and not EPSILON.search(said)
     assert not (out / "privacy_card.json").exists()
 
 
-@pytest.mark.parametrize("form", ["hf", *(pytest.param(f, marks=pytest.mark.full) for f in ("safetensors", "timm"))])
+@pytest.mark.parametrize(
+    "form", ["hf", *(pytest.param(f, marks=pytest.mark.full) for f in ("safetensors", "timm"))]
+)
 def test_a_simulation_is_never_called_private(form: str, command: Run, tmp_path: Path) -> None:
     reason = "a simulation of a larger batch"
-    plan = make_plan(PlanRequest(**NUMBERS | {"expected_batch_size": 8}, informal_reasons=(reason,)))
+    plan = make_plan(
+        PlanRequest(**NUMBERS | {"expected_batch_size": 8}, informal_reasons=(reason,))
+    )
     trained(tmp_path / "run", recipe(), plan=plan)
     said = command("--checkpoint", tmp_path / "run", "--format", form, tmp_path / "out")
     text = statements(tmp_path / "out")
     assert "formal_guarantee: false" in said and reason in said and reason in text
-    assert not EPSILON.search(said) and not EPSILON.search(text) and "differential-privacy]" not in text
+    assert (
+        not EPSILON.search(said)
+        and not EPSILON.search(text)
+        and "differential-privacy]" not in text
+    )
     assert "formal_guarantee: true" not in text and '"formal_guarantee": true' not in text
     assert "No epsilon is claimed" in text and '"formal_guarantee": false' in text
 
@@ -160,29 +202,52 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["captioner", "masked_autoencoder", pytest.param("classifier", marks=pytest.mark.full), "adapters"]
+    "kind",
+    [
+        "captioner",
+        "masked_autoencoder",
+        pytest.param("classifier", marks=pytest.mark.full),
+        "adapters",
+    ],
 )
 @torch.no_grad()
 def test_every_bit_comes_back(kind: str, command: Run, tmp_path: Path) -> None:
     """By our names for every kind; through transformers' files too where these hold the whole model."""
     trained(tmp_path / "run", KINDS[kind]())
     before = bits(tmp_path / "run")
-    ways = [("safetensors", "")] + ([("hf", "masked_autoencoder")] if kind == "masked_autoencoder" else [])
+    ways = [("safetensors", "")] + (
+        [("hf", "masked_autoencoder")] if kind == "masked_autoencoder" else []
+    )
     for way, inner in ways:
         command("--checkpoint", tmp_path / "run", "--format", way, tmp_path / way)
         command("--import", way, tmp_path / way / inner, tmp_path / f"{way}-back")
         after = bits(tmp_path / f"{way}-back")
-        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+        assert after.keys() == before.keys() and all(
+            torch.equal(after[name], before[name]) for name in before
+        )
         assert open_model(tmp_path / f"{way}-back").manifest["formal_guarantee"] is False
     if kind == "adapters":  # merged, for programs that know none
         transformers = pytest.importorskip("transformers")
         command("--checkpoint", tmp_path / "run", "--format", "hf", tmp_path / "hf")
-        theirs = transformers.ViTModel.from_pretrained(tmp_path / "hf", add_pooling_layer=False).eval()
+        theirs = transformers.ViTModel.from_pretrained(
+            tmp_path / "hf", add_pooling_layer=False
+        ).eval()
         features = open_model(tmp_path / "run").model.encoder(images())
-        torch.testing.assert_close(theirs(images()).last_hidden_state, features, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            theirs(images()).last_hidden_state, features, atol=1e-5, rtol=1e-5
+        )
     if kind == "masked_autoencoder":
-        command("--checkpoint", tmp_path / "run", "--format", "hf", tmp_path / "average", "--use_average")
-        command("--import", "hf", tmp_path / "average/masked_autoencoder", tmp_path / "average-back")
+        command(
+            "--checkpoint",
+            tmp_path / "run",
+            "--format",
+            "hf",
+            tmp_path / "average",
+            "--use_average",
+        )
+        command(
+            "--import", "hf", tmp_path / "average/masked_autoencoder", tmp_path / "average-back"
+        )
         average, plain = (open_model(tmp_path / name).model for name in ("average-back", "run"))
         assert torch.equal(average.encoder.norm.bias, plain.encoder.norm.bias + 1)
 
@@ -190,10 +255,17 @@ def test_every_bit_comes_back(kind: str, command: Run, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_adapters_go_out_for_peft_and_their_base_comes_back(command: Run, tmp_path: Path) -> None:
     """What they compute is compared with peft in tests/models/test_converters.py; here, what is said of them."""
-    trained(tmp_path / "run", recipe("classifier", ADAPTERS), training_data={"provenance": "public"})
+    trained(
+        tmp_path / "run", recipe("classifier", ADAPTERS), training_data={"provenance": "public"}
+    )
     out = tmp_path / "out"
     command("--checkpoint", tmp_path / "run", "--format", "peft", out)
-    assert {path.name for path in out.iterdir()} >= {"README.md", "privacy_card.json", "adapter_config.json", "base"}
+    assert {path.name for path in out.iterdir()} >= {
+        "README.md",
+        "privacy_card.json",
+        "adapter_config.json",
+        "base",
+    }
     said = command("--import", "hf", out / "base", tmp_path / "back")
     assert "data declared public" in said, "an export says whose data are in it"
     found = open_model(tmp_path / "back").model.encoder(images())
@@ -208,7 +280,13 @@ def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path
     state = vip_file()
     torch.save({"model": state}, tmp_path / "vip.pth")
     said = command(
-        "--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *arguments("vip"), "--claim", "eps 8, they say"
+        "--import",
+        "vip",
+        tmp_path / "vip.pth",
+        tmp_path / "start",
+        *arguments("vip"),
+        "--claim",
+        "eps 8, they say",
     )
     assert "not attested by a ledger" in said and "no private run starts from it" in said
     opened = open_model(tmp_path / "start")
@@ -217,14 +295,28 @@ def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path
     expected = Released(state).reconstruction_loss(images_BCHW[0], mask_BP[0])
     assert float(loss_B[0]) == pytest.approx(expected, rel=1e-5)
     start = opened.manifest["initialisation"]
-    assert start["kind"] == "imported" and start["file"] == "vip.pth" and start["claim"] == "eps 8, they say"
+    assert (
+        start["kind"] == "imported"
+        and start["file"] == "vip.pth"
+        and start["claim"] == "eps 8, they say"
+    )
     # A run takes its weights; a private one only if their data are declared public.
     config = recipe()
     section = InitSection(checkpoint=str(tmp_path / "start"), parts="encoder")
     table: Any = type("Table", (), {"entries": []})
-    with pytest.raises(ConfigError, match=r"imported from vip.pth.*import it again with --provenance"):
+    with pytest.raises(
+        ConfigError, match=r"imported from vip.pth.*import it again with --provenance"
+    ):
         initialisation_facts(config, find_checkpoint(section, ROOT), table)
-    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "public", *arguments("vip"), "--provenance", "public")
+    command(
+        "--import",
+        "vip",
+        tmp_path / "vip.pth",
+        tmp_path / "public",
+        *arguments("vip"),
+        "--provenance",
+        "public",
+    )
     checkpoint = find_checkpoint(InitSection(checkpoint=str(tmp_path / "public")), ROOT)
     facts = initialisation_facts(config, checkpoint, table)
     assert facts["training_data"] == "public" and facts["before_that"]["kind"] == "imported"
@@ -241,7 +333,9 @@ def test_an_official_checkpoint_becomes_one_of_ours(command: Run, tmp_path: Path
 def words(folder: Path) -> Path:
     """A tokenizer as large as the made captioner's vocabulary."""
     names = ["[PAD]", "[CLS]", "[SEP]", *(f"word{number}" for number in range(V - 3))]
-    Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, "[PAD]")).save(str(folder / "words.json"))
+    Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, "[PAD]")).save(
+        str(folder / "words.json")
+    )
     return folder / "words.json"
 
 
@@ -255,7 +349,11 @@ def test_an_official_captioner_needs_its_tokenizer(command: Run, tmp_path: Path)
     command(*told, "--tokenizer", tokenizer)
     tokenizer.unlink()  # the checkpoint has its own copy
     opened = open_model(tmp_path / "start", dtype=torch.float64)
-    assert (opened.model.config.pad_id, opened.model.config.bos_id, opened.model.config.eos_id) == (0, 1, 2)
+    assert (opened.model.config.pad_id, opened.model.config.bos_id, opened.model.config.eos_id) == (
+        0,
+        1,
+        2,
+    )
     raw = opened.task.make_example(train=False)
     assert raw.tokenizer.decode([1, 3, 4, 2]) == "word0 word1"
 
@@ -266,16 +364,25 @@ def wrapped(prefix: str) -> Callable[[dict[str, Tensor]], dict[str, Any]]:
 
 COMING: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
     "as trained": lambda state: {
-        "model": OrderedDict(state), "epoch": 7, "scaler": {"scale": 65536.0}, "steps": [1, 2], "done": False,
-        "optimizer": {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]},
+        "model": OrderedDict(state),
+        "epoch": 7,
+        "scaler": {"scale": 65536.0},
+        "steps": [1, 2],
+        "done": False,
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}},
+            "param_groups": [{"lr": 0.1}],
+        },
         "args": argparse.Namespace(lr=0.1, output_dir="./out", betas=(0.9, 0.95)),
     },
     "data parallel": wrapped("module."),
     "per-example gradients in data parallel": wrapped("_module.module."),
     "compiled": wrapped("_orig_mod."),
     "without a key": lambda state: dict(state),
-    "half precision": lambda state: {"model": {n: v.bfloat16() if "type" not in n else v for n, v in state.items()}},
-}  # fmt: skip
+    "half precision": lambda state: {
+        "model": {n: v.bfloat16() if "type" not in n else v for n, v in state.items()}
+    },
+}
 
 
 @pytest.mark.parametrize("way", COMING)
@@ -302,11 +409,15 @@ def test_official_files_as_they_may_come(way: str, command: Run, tmp_path: Path)
 def in_parts(state: dict[str, Tensor], folder: Path, name: str) -> None:
     """As transformers and DeepSpeed's zero_to_fp32.py write what is larger than one file shall be."""
     pattern = name.replace(".", "{suffix}.")
-    shards = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=4000)
+    shards = split_torch_state_dict_into_shards(
+        state, filename_pattern=pattern, max_shard_size=4000
+    )
     assert shards.is_sharded
     for file, names in shards.filename_to_tensors.items():
         part = {key: state[key] for key in names}
-        save_file(part, folder / file) if name.endswith(".safetensors") else torch.save(part, folder / file)
+        save_file(part, folder / file) if name.endswith(".safetensors") else torch.save(
+            part, folder / file
+        )
     index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
     (folder / f"{name}.index.json").write_text(json.dumps(index))
 
@@ -315,7 +426,7 @@ FOLDERS: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
     "zero_to_fp32": lambda state, folder: torch.save(state, folder / "pytorch_model.bin"),
     "zero_to_fp32 in parts": lambda state, folder: in_parts(state, folder, "pytorch_model.bin"),
     "safetensors in parts": lambda state, folder: in_parts(state, folder, "model.safetensors"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", FOLDERS)
@@ -328,7 +439,9 @@ def test_folders_of_other_programs(way: str, command: Run, tmp_path: Path) -> No
         find_checkpoint(InitSection(checkpoint=str(folder)), ROOT)
     command("--import", "vip", folder, tmp_path / "mae", *arguments("vip"))
     own = dict(
-        open_model(find_checkpoint(InitSection(checkpoint=str(tmp_path / "mae")), ROOT).path).model.named_parameters()
+        open_model(
+            find_checkpoint(InitSection(checkpoint=str(tmp_path / "mae")), ROOT).path
+        ).model.named_parameters()
     )
     assert torch.equal(own["encoder.blocks.1.mlp.up.weight"], vip_file()["blocks.1.mlp.fc1.weight"])
     assert len(open_model(tmp_path / "mae").manifest["initialisation"]["sha256"]) == 64
@@ -351,7 +464,13 @@ def test_code_in_a_file_does_not_run(kind: str, command: Run, tmp_path: Path) ->
     folder.mkdir()
     torch.save({"model": {"cls_token": Payload(trace)}}, folder / "pytorch_model.bin")
     (folder / "bare.pth").write_bytes(pickle.dumps({"model": Payload(trace)}))
-    config = {"model_type": "vit", "hidden_size": 8, "patch_size": 4, "image_size": 8, "num_hidden_layers": 1}
+    config = {
+        "model_type": "vit",
+        "hidden_size": 8,
+        "patch_size": 4,
+        "image_size": 8,
+        "num_hidden_layers": 1,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     files = [folder] if kind == "hf" else [folder / "pytorch_model.bin", folder / "bare.pth"]
     for file in files:
@@ -364,12 +483,18 @@ def test_code_in_a_file_does_not_run(kind: str, command: Run, tmp_path: Path) ->
 def test_an_encoder_alone_for_programs_that_read_timm(command: Run, tmp_path: Path) -> None:
     state = vip_file(decoder=False)
     torch.save(state, tmp_path / "vip.pth")
-    command("--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *arguments("vip", OF_ENCODER))
+    command(
+        "--import", "vip", tmp_path / "vip.pth", tmp_path / "start", *arguments("vip", OF_ENCODER)
+    )
     command("--checkpoint", tmp_path / "start", "--format", "timm", tmp_path / "timm")
     again = load_file(tmp_path / "timm/model.safetensors")
-    assert again.keys() == state.keys() and all(torch.equal(again[name], state[name]) for name in state)
+    assert again.keys() == state.keys() and all(
+        torch.equal(again[name], state[name]) for name in state
+    )
     held = torch.load(tmp_path / "timm/model.pth", weights_only=True)["model"]
-    assert held.keys() == again.keys() and all(torch.equal(held[name], again[name]) for name in held)
+    assert held.keys() == again.keys() and all(
+        torch.equal(held[name], again[name]) for name in held
+    )
 
 
 def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) -> None:
@@ -378,11 +503,18 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
     broken = tmp_path / "broken.pth"
     torch.save({"model": {k: v for k, v in vip_file().items() if k != "norm.bias"}}, broken)
     out = tmp_path / "out"
-    hf, nano = ("--checkpoint", captioner, "--format", "hf"), ("--import", "vip", broken, out, "--size", "vip_nano")
+    hf, nano = (
+        ("--checkpoint", captioner, "--format", "hf"),
+        ("--import", "vip", broken, out, "--size", "vip_nano"),
+    )
     none, full = tmp_path / "none", tmp_path / "full"
     for line, told in {
         "one of the arguments --checkpoint --import is required": (out,),
-        "--checkpoint needs --format, one of hf, peft, safetensors, timm": ("--checkpoint", captioner, out),
+        "--checkpoint needs --format, one of hf, peft, safetensors, timm": (
+            "--checkpoint",
+            captioner,
+            out,
+        ),
         "invalid choice: 'onnx'": ("--checkpoint", captioner, "--format", "onnx", out),
         "OUT expected, got 0 paths": hf,
         "FILE and OUT expected, got 1 paths": ("--import", "vip", out),
@@ -393,7 +525,13 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "depth must be a int, got ''": (*nano, "--override", "encoder_depth"),
         "is there and not empty": (*hf, full),
         "neither a checkpoint nor a run folder": ("--checkpoint", none, "--format", "hf", out),
-        "holds no model.safetensors or pytorch_model.bin": ("--import", "vip", full, out, *arguments("vip")),
+        "holds no model.safetensors or pytorch_model.bin": (
+            "--import",
+            "vip",
+            full,
+            out,
+            *arguments("vip"),
+        ),
         "there is no weight file": ("--import", "vip", none, out, *arguments("vip")),
         "is no folder that transformers saved": ("--import", "hf", full, out),
         "is no exported model": ("--import", "safetensors", full, out),

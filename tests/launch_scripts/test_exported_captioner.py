@@ -50,10 +50,14 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     shutil.rmtree(place / "made")
     folder, package = place / "out/captioner", sys.modules["models"]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules"))
+        patched.setattr(
+            transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(place / "modules")
+        )
         patched.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
         model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
-        assert sys.modules["models"] is package and str(folder) not in sys.path and not model.training
+        assert (
+            sys.modules["models"] is package and str(folder) not in sys.path and not model.training
+        )
         return Exported(
             folder,
             opened,
@@ -64,7 +68,9 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def picture(width: int, height: int, form: str = "PNG", **options: Any) -> bytes:
-    pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(width * height).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, form, **options)
     return file.getvalue()
@@ -75,9 +81,13 @@ def pictures(folder: Path) -> list[Path]:
     exif = Image.Exif()
     exif[0x0112] = 6
     made = {
-        "square.png": picture(20, 20), "wide.png": picture(41, 16), "tall.png": picture(17, 60), "small.png": picture(5, 9),
-        "large.jpg": picture(400, 301, "JPEG"), "turned.jpg": picture(90, 33, "JPEG", exif=exif),
-    }  # fmt: skip
+        "square.png": picture(20, 20),
+        "wide.png": picture(41, 16),
+        "tall.png": picture(17, 60),
+        "small.png": picture(5, 9),
+        "large.jpg": picture(400, 301, "JPEG"),
+        "turned.jpg": picture(90, 33, "JPEG", exif=exif),
+    }
     for name, data in made.items():
         (folder / name).write_bytes(data)
     return [folder / name for name in made]
@@ -88,7 +98,9 @@ def captions(count: int) -> list[str]:
     rng = np.random.default_rng(0)
     found = ["a red circle", "dog\n", "  a   red\tdog ", "word " * 40]
     while len(found) < count:
-        found.append(str(rng.choice([" ", "  ", "\n"])).join(rng.choice(WORDS.split(), rng.integers(1, 12))))
+        found.append(
+            str(rng.choice([" ", "  ", "\n"])).join(rng.choice(WORDS.split(), rng.integers(1, 12)))
+        )
     return found
 
 
@@ -109,13 +121,25 @@ def test_losses_and_captions_are_those_of_evaluation(exported: Exported, tmp_pat
     length = inputs["input_ids"].shape[1]
     assert length <= NUM_TOKENS and torch.equal(inputs["input_ids"], ours["tokens_L"][:, :length])
     assert torch.equal(inputs["attention_mask"].bool(), ours["token_mask_L"][:, :length])
-    expected = exported.opened.model(*(ours[name] for name in ("images_CHW", "tokens_L", "token_mask_L")))
+    expected = exported.opened.model(
+        *(ours[name] for name in ("images_CHW", "tokens_L", "token_mask_L"))
+    )
     everything = torch.ones_like(inputs["attention_mask"])
-    for told in (inputs, {"input_ids": inputs["input_ids"]}, {**inputs, "attention_mask": everything}):
-        torch.testing.assert_close(exported.model(**pixels, **told).loss, expected, atol=1e-5, rtol=1e-5)
+    for told in (
+        inputs,
+        {"input_ids": inputs["input_ids"]},
+        {**inputs, "attention_mask": everything},
+    ):
+        torch.testing.assert_close(
+            exported.model(**pixels, **told).loss, expected, atol=1e-5, rtol=1e-5
+        )
     for how in ({"num_beams": 1}, {"num_beams": 3, "length_penalty": 1.0}):
-        found = exported.tokenizer.batch_decode(exported.model.generate(**pixels, **how), skip_special_tokens=True)
-        written = beam_captions(exported.opened.model, ours["images_CHW"], max_tokens=NUM_TOKENS - 1, **how)  # type: ignore[arg-type]
+        found = exported.tokenizer.batch_decode(
+            exported.model.generate(**pixels, **how), skip_special_tokens=True
+        )
+        written = beam_captions(
+            exported.opened.model, ours["images_CHW"], max_tokens=NUM_TOKENS - 1, **how
+        )  # type: ignore[arg-type]
         assert found == [make_example.tokenizer.decode(row) for row in written.tokens_BL.tolist()]
         assert any(found) or "foreign" in str(exported.folder)
     bare = exported.tokenizer(["a red dog"], return_tensors="pt", add_special_tokens=False)

@@ -46,8 +46,13 @@ def _timed(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
         [sys.executable, "launch_scripts/plan.py", *arguments.split()],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
     seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     assert seconds > 0.1, "nobody was waited for"
@@ -80,9 +85,19 @@ def test_dpcap_target_epsilon():
 def test_human_output_with_cap_and_reserve_and_the_epsilon_of_an_owner(planned):
     arguments = "--recipe recipes/tiny.toml data.num_examples=3000 privacy.reserved_attempts=3 train.num_steps=20"
     out = planned(f"{arguments} privacy.max_examples_per_owner=5").out
-    rows = {row[1].strip(): row[2].strip() for row in (line.split("│") for line in out.splitlines()) if len(row) > 3}
+    rows = {
+        row[1].strip(): row[2].strip()
+        for row in (line.split("│") for line in out.splitlines())
+        if len(row) > 3
+    }
     assert rows["owner"] == rows["group of 5"]
-    for text in ("attack advantage", "Privacy plan", "larger batches are cut down", "with 3 reserved", "PRV bracket"):
+    for text in (
+        "attack advantage",
+        "Privacy plan",
+        "larger batches are cut down",
+        "with 3 reserved",
+        "PRV bracket",
+    ):
         assert text in out
 
 
@@ -100,7 +115,8 @@ def test_the_index_of_a_folder_of_shards_counts_its_examples(tmp_path, monkeypat
     arguments += ["train.num_steps=4", "privacy.expected_batch_size=50"]
     monkeypatch.chdir(ROOT)
     with pytest.raises(
-        PrivacyConfigError, match=r"or index its shards: python launch_scripts/prepare.py index '/.*/my shards'$"
+        PrivacyConfigError,
+        match=r"or index its shards: python launch_scripts/prepare.py index '/.*/my shards'$",
     ):
         plan.plan(plan.parse_args(arguments))
     build_index(find_shards(str(folder), ROOT), folder / "index")
@@ -132,9 +148,16 @@ def test_sizes_are_shown_before_anything_is_calibrated(planned, monkeypatch, cap
 def test_what_has_no_epsilon_by_pld_prints_none(planned):
     """No noise; and a delta too small for the claim's accountant, where RDP claims."""
     result = json.loads(planned(f"{SMALL} --noise_multiplier 0 --json").out)
-    assert result["formal_guarantee"] is False and result["epsilon_pld"] is None and result["epsilon_rdp"] is None
+    assert (
+        result["formal_guarantee"] is False
+        and result["epsilon_pld"] is None
+        and result["epsilon_rdp"] is None
+    )
     result = json.loads(planned(f"{SMALL} --noise_multiplier 2 --delta 1e-14 --json").out)
-    assert result["epsilon_pld"] is None and result["epsilon_with_reserve"] == result["epsilon_rdp"] > 0
+    assert (
+        result["epsilon_pld"] is None
+        and result["epsilon_with_reserve"] == result["epsilon_rdp"] > 0
+    )
 
 
 def test_delta_above_one_over_n_is_warned(planned):
@@ -146,8 +169,13 @@ def test_a_recipe_gives_what_training_claims(planned):
     """The ledger of a run and this command agree: cap, reserve and slack included."""
     config = load_config(ROOT / "recipes/vip_base_data2m.toml")
     made = make_plan(config.privacy.request(7, 2_000_000))
-    said = json.loads(planned("--recipe recipes/vip_base_data2m.toml --no_extras --json train.num_steps=7").out)
-    assert said["epsilon_pld"] == made.epsilon_planned and said["epsilon_with_reserve"] == made.epsilon_with_reserve
+    said = json.loads(
+        planned("--recipe recipes/vip_base_data2m.toml --no_extras --json train.num_steps=7").out
+    )
+    assert (
+        said["epsilon_pld"] == made.epsilon_planned
+        and said["epsilon_with_reserve"] == made.epsilon_with_reserve
+    )
     assert (said["cap"], said["num_steps"]) == (made.cap, 7)
 
 
@@ -155,15 +183,26 @@ def test_a_recipe_gives_what_training_claims(planned):
 def test_noise_to_signal_and_the_choice_for_fewer_examples_than_the_recipe_has_in_a_batch(planned):
     arguments = "--recipe recipes/quickstart.toml --choose --num_examples 1500 --target_epsilon 2 --no_extras"
     shown = planned(f"{arguments} --json")
-    assert "2,000 is larger than the data: compared with 1,500 in 160 steps" in " ".join(shown.err.split())
+    assert "2,000 is larger than the data: compared with 1,500 in 160 steps" in " ".join(
+        shown.err.split()
+    )
     found = json.loads(shown.out)
     assert found["expected_batch_size"] == 1500 and found["noise_to_signal"]["kind"] == "captioner"
     chosen = found["choice"]
-    assert chosen["expected_batch_size"] <= chosen["num_examples"] == 1500 and chosen["target_epsilon"] == 2
+    assert (
+        chosen["expected_batch_size"] <= chosen["num_examples"] == 1500
+        and chosen["target_epsilon"] == 2
+    )
     assert chosen["epsilon_with_reserve"] <= 2 and chosen["reason"]
     assert chosen["expected_batch_size"] * chosen["num_steps"] == pytest.approx(240_000, rel=0.01)
     table = planned(f"{arguments} train.num_steps=30").out
-    for text in ("noise-to-signal", "accumulated", "chosen batch", "chosen steps", "learned nothing"):
+    for text in (
+        "noise-to-signal",
+        "accumulated",
+        "chosen batch",
+        "chosen steps",
+        "learned nothing",
+    ):
         assert text in table, text
 
 
@@ -174,7 +213,13 @@ def test_table_of_memory_and_time(planned):
         "what an allocation is asked for comes first"
     )
     for text in (
-        *("2 ranks, local, float32, cpu", "peak", "largest micro batch", "bookkeeping", "efficiency"),
+        *(
+            "2 ranks, local, float32, cpu",
+            "peak",
+            "largest micro batch",
+            "bookkeeping",
+            "efficiency",
+        ),
         *("best checkpoint every", "price", "repeated steps"),
         *("decoding cores per rank", "assumed: there is no index", "epsilon (PLD)"),
     ):

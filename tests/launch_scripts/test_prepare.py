@@ -58,7 +58,9 @@ def test_index_and_verify_which_finds_a_changed_byte(tmp_path: Path, prepare: Pr
     assert code == 2 and "is not what was indexed" in err
 
 
-def test_a_folder_holds_its_own_index(tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_holds_its_own_index(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without --output; bad shards are named together."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "data" / "demo", tmp_path / "shards")
@@ -75,11 +77,17 @@ def test_a_folder_holds_its_own_index(tmp_path: Path, prepare: Prepare, monkeypa
 def test_every_command_is_a_function(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A notebook makes pictures, imports, indexes and verifies them without a command line."""
     shards, clean = tmp_path / "shards", tmp_path / "clean"
-    synthetic(SyntheticOptions(output=shards, num_examples=12, image_size=24, image_format="png", workers=1))
+    synthetic(
+        SyntheticOptions(
+            output=shards, num_examples=12, image_size=24, image_format="png", workers=1
+        )
+    )
     with tarfile.open(next(shards.glob("*.tar"))) as tar:
         tar.extractall(tmp_path / "pictures", filter="data")
     pictures: dict[str, Any] = {"source": str(tmp_path / "pictures"), "source_format": "folder"}
-    report = import_pairs(ImportOptions(**pictures, output=clean, keep_near_duplicates=True, workers=1))
+    report = import_pairs(
+        ImportOptions(**pictures, output=clean, keep_near_duplicates=True, workers=1)
+    )
     assert report is not None and report["read"] == 12
     table = index(IndexOptions(shards=str(clean), workers=1))
     assert table is not None and len(table) == report["written"]

@@ -25,14 +25,26 @@ from trainer.publish import FIXED_TIME, publish
 from trainer.report import build_card
 
 PLAIN = [
-    "config.toml", "ds_config.json", "environment.json", "metrics.jsonl", "tensorboard/events.out.tfevents.0000000001",
-    "evaluation/heldout.jsonl", "evaluation/samples-00000003.png", "evaluation/answers.png", "report/audit-ledger.json",
-    "evaluation/linear-probe-step-00000003-0123abcd.json", "evaluation/tensorboard/events.out.tfevents.0000000002",
-]  # fmt: skip
+    "config.toml",
+    "ds_config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "tensorboard/events.out.tfevents.0000000001",
+    "evaluation/heldout.jsonl",
+    "evaluation/samples-00000003.png",
+    "evaluation/answers.png",
+    "report/audit-ledger.json",
+    "evaluation/linear-probe-step-00000003-0123abcd.json",
+    "evaluation/tensorboard/events.out.tfevents.0000000002",
+]
 CARD = [f"report/privacy_card.{kind}" for kind in ("json", "md", "html")]
 CARD += [f"report/fingerprint.{kind}" for kind in ("txt", "tsq")]
 CHECKPOINT = "checkpoints/step-00000003"
-WHOLE = [f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/rank-00000-of-00001.safetensors", "checkpoints/LATEST"]
+WHOLE = [
+    f"{CHECKPOINT}/manifest.json",
+    f"{CHECKPOINT}/rank-00000-of-00001.safetensors",
+    "checkpoints/LATEST",
+]
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +77,21 @@ def published(
     for path in (target, *target.rglob("*")):
         status = path.lstat()
         content = b"" if path.is_dir() else path.read_bytes()
-        found[path.relative_to(target).as_posix()] = (content, status.st_mode & 0o7777, status.st_mtime)
+        found[path.relative_to(target).as_posix()] = (
+            content,
+            status.st_mode & 0o7777,
+            status.st_mtime,
+        )
     return found
 
 
 def ledger_of(run: Path) -> LedgerFile:
     snapshot = read_snapshot(run / "ledger.jsonl")
     return LedgerFile(
-        format=1, lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash, mirrored_sessions=0
+        format=1,
+        lines=snapshot.state.num_lines,
+        last_line_sha256=snapshot.last_hash,
+        mirrored_sessions=0,
     )
 
 
@@ -80,10 +99,15 @@ def files(found: dict[str, tuple[bytes, int, float]]) -> list[str]:
     return sorted(name for name, (_, mode, _) in found.items() if mode == 0o644)
 
 
-def test_what_is_on_the_list_is_copied_with_fixed_modes_and_times(run: Path, tmp_path: Path) -> None:
+def test_what_is_on_the_list_is_copied_with_fixed_modes_and_times(
+    run: Path, tmp_path: Path
+) -> None:
     found = published(run, tmp_path / "out", card=True)
     assert files(found) == sorted([*PLAIN, *CARD, *WHOLE, "ledger.jsonl"])
-    assert {(mode, time) for _, mode, time in found.values()} == {(0o644, FIXED_TIME), (0o755, FIXED_TIME)}
+    assert {(mode, time) for _, mode, time in found.values()} == {
+        (0o644, FIXED_TIME),
+        (0o755, FIXED_TIME),
+    }
     for name in (*PLAIN, "ledger.jsonl", *WHOLE[:2]):
         assert found[name][0] == (run / name).read_bytes()
     assert not [name for name, (content, *_) in found.items() if SECRET.encode() in content]
@@ -94,12 +118,12 @@ def test_what_is_on_the_list_is_copied_with_fixed_modes_and_times(run: Path, tmp
 def test_no_file_says_where_anything_lies(run: Path, tmp_path: Path) -> None:
     """Folders name users, hosts and customers."""
     config = (run / "config.toml").read_text()
-    places = (
-        '[extra]\na = "/home/alice/x/train-{0..9}.tar,~bob/y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
-    )
+    places = '[extra]\na = "/home/alice/x/train-{0..9}.tar,~bob/y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
     (run / "config.toml").write_text(config + places)
     found = published(run, tmp_path / "out", card=True)
-    expected = '[extra]\na = "train-{0..9}.tar,y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
+    expected = (
+        '[extra]\na = "train-{0..9}.tar,y"\nb = "$HOME/z"\nc = "runs/one"\nd = "s3://bucket/e"\n'
+    )
     assert found["config.toml"][0].decode() == config + expected
     for name, (content, *_) in found.items():
         assert b"alice" not in content and str(tmp_path).encode() not in content, name
@@ -110,9 +134,13 @@ def test_public_results_hold_no_arguments(is_public: bool, tmp_path: Path) -> No
     data = [DataUse("test", "shards:/home/alice/x.tar", 3)]
     results = Results("linear-probe", {"accuracy": 0.5}, data, ModelFacts("/home/alice/run"))
     arguments = ["linear-probe", "--checkpoint", "/home/alice/run"]
-    publish_results(results, output=tmp_path, data_is_public=is_public, as_json=False, arguments=arguments)
+    publish_results(
+        results, output=tmp_path, data_is_public=is_public, as_json=False, arguments=arguments
+    )
     (file,) = tmp_path.rglob("linear-probe-step-*.json")
-    assert ("alice" in file.read_text()) != is_public and ("--checkpoint" in file.read_text()) != is_public
+    assert ("alice" in file.read_text()) != is_public and (
+        "--checkpoint" in file.read_text()
+    ) != is_public
     assert "private" in file.relative_to(tmp_path).parts or is_public
 
 
@@ -141,9 +169,17 @@ def test_nothing_else_is_copied_and_all_of_it_is_named(
     outside.mkdir()
     (outside / "samples-00000009.png").write_text(SECRET)
     planted = [
-        "notes.txt", "STOP", "evaluation/heldout.jsonl.bak", "evaluation/.hidden", "report/audit ü.txt", "report/a\nb.json",
-        "evaluation/samples-00000001.png.tmp", "core", ".private", "tensorboard/events.out.tfevents.1.host",
-    ]  # fmt: skip
+        "notes.txt",
+        "STOP",
+        "evaluation/heldout.jsonl.bak",
+        "evaluation/.hidden",
+        "report/audit ü.txt",
+        "report/a\nb.json",
+        "evaluation/samples-00000001.png.tmp",
+        "core",
+        ".private",
+        "tensorboard/events.out.tfevents.1.host",
+    ]
     for name in planted:
         (run / name).write_text(SECRET)
     (run / "old").mkdir()
@@ -163,8 +199,18 @@ def test_nothing_else_is_copied_and_all_of_it_is_named(
     assert files(found) == sorted({*PLAIN, *WHOLE, "ledger.jsonl"} - {PLAIN[-1]})
     assert not [name for name, (content, *_) in found.items() if SECRET.encode() in content]
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
-    named = [*(name.replace("\n", "\\n") for name in planted), "old", *links, "evaluation/samples-00000008.png"]
-    others = ["evaluation/captions-step-00000003-0123abcd.json", "evaluation/tensorboard", "private", "checkpoints"]
+    named = [
+        *(name.replace("\n", "\\n") for name in planted),
+        "old",
+        *links,
+        "evaluation/samples-00000008.png",
+    ]
+    others = [
+        "evaluation/captions-step-00000003-0123abcd.json",
+        "evaluation/tensorboard",
+        "private",
+        "checkpoints",
+    ]
     for name in [*named, *others]:
         assert [line for line in said if name in line], name
     assert len(said) == len(named) + len(others)
@@ -179,17 +225,23 @@ def test_the_newest_whole_checkpoint_is_published(run: Path, tmp_path: Path) -> 
     (folder / "step-00000007").symlink_to(folder / "step-00000003")
     shutil.copytree(folder / "step-00000003", folder / "step-00000008")
     (folder / "step-00000008/rank-00000-of-00001.safetensors").unlink()
-    (folder / "step-00000008/rank-00000-of-00001.safetensors").symlink_to(run / "private/metrics.jsonl")
+    (folder / "step-00000008/rank-00000-of-00001.safetensors").symlink_to(
+        run / "private/metrics.jsonl"
+    )
     (folder / "step-00000009").write_text("a file")
     shutil.copytree(folder / "step-00000003", folder / "step-00000010")
-    (folder / "step-00000010/rank-00001-of-00001.safetensors").write_text(SECRET)  # its manifest does not know it
+    (folder / "step-00000010/rank-00001-of-00001.safetensors").write_text(
+        SECRET
+    )  # its manifest does not know it
     (folder / "step-00000003/notes.txt").write_text(SECRET)
     found = published(run, tmp_path / "out")
     assert [name for name in files(found) if name.startswith("checkpoints/")] == sorted(WHOLE)
     assert found["checkpoints/LATEST"][0] == b"step-00000003\n"
     shutil.rmtree(folder)
     folder.symlink_to(run / "private")
-    assert not [name for name in published(run, tmp_path / "out2") if name.startswith("checkpoints")]
+    assert not [
+        name for name in published(run, tmp_path / "out2") if name.startswith("checkpoints")
+    ]
 
 
 def test_only_a_new_folder_elsewhere_is_filled(run: Path, tmp_path: Path) -> None:
@@ -203,7 +255,9 @@ def test_only_a_new_folder_elsewhere_is_filled(run: Path, tmp_path: Path) -> Non
         with pytest.raises(ConfigError):
             publish(run, target, ledger)
         assert sorted(tmp_path.rglob("*")) == before
-    with pytest.raises(ConfigError, match="not empty"):  # before the card is computed, and the run is looked at
+    with pytest.raises(
+        ConfigError, match="not empty"
+    ):  # before the card is computed, and the run is looked at
         report(ReportOptions(run_dir=tmp_path / "none", publish=tmp_path / "mine"))
     (tmp_path / "empty").mkdir()
     publish(run, tmp_path / "empty", ledger)
@@ -234,10 +288,14 @@ def test_links_are_not_read_for_the_card_and_are_named(run: Path, tmp_path: Path
     pages = [path.read_text() for path in write_card(run, card)]
     assert not [page for page in pages if SECRET in page or "metrics.jsonl" in page]
     for name in linked.keys() - {WHOLE[0]}:  # checkpoints are chosen apart
-        assert [line for line in card.warnings if f"does not read {name}: it is a symbolic link" in line]
+        assert [
+            line for line in card.warnings if f"does not read {name}: it is a symbolic link" in line
+        ]
     (run / "evaluation/heldout.jsonl").unlink()
     os.mkfifo(run / "evaluation/heldout.jsonl")
-    assert build_card(run).utility.heldout_loss == (), "and nobody waits for the other end of a pipe"
+    assert build_card(run).utility.heldout_loss == (), (
+        "and nobody waits for the other end of a pipe"
+    )
     shutil.rmtree(run / "report")
     (run / "report").symlink_to(run / "private")
     with pytest.raises(ConfigError, match="symbolic link"):
@@ -250,10 +308,22 @@ def test_links_are_not_read_for_the_card_and_are_named(run: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     "text",
-    ["privacy = 5", "train = []", "data = 'x'", "optimizer = [[1]]", "privacy = 1979-05-27", "[[privacy]]\nx = 1",
-     "[privacy]\nshared_ledger = 5", '[privacy]\nshared_ledger = "\\u0000"', "[data]\ndeduplication = [1]",
-     "[train]\nema_decay = { x = 1 }", "[privacy]\nsampling = [1]", "a = " + "[" * 5000, "[privacy]\nnoise_multiplier = nan"],
-)  # fmt: skip
+    [
+        "privacy = 5",
+        "train = []",
+        "data = 'x'",
+        "optimizer = [[1]]",
+        "privacy = 1979-05-27",
+        "[[privacy]]\nx = 1",
+        "[privacy]\nshared_ledger = 5",
+        '[privacy]\nshared_ledger = "\\u0000"',
+        "[data]\ndeduplication = [1]",
+        "[train]\nema_decay = { x = 1 }",
+        "[privacy]\nsampling = [1]",
+        "a = " + "[" * 5000,
+        "[privacy]\nnoise_multiplier = nan",
+    ],
+)
 def test_a_changed_configuration_is_no_traceback(run: Path, text: str) -> None:
     """A card, or exit 4 in one line."""
     (run / "config.toml").write_text(text + "\n")
@@ -261,7 +331,11 @@ def test_a_changed_configuration_is_no_traceback(run: Path, text: str) -> None:
         said = build_card(run).to_json()
     except PrivacyStateRefused as refused:
         said = f"refused: {refused}"
-    assert "config.toml" in said and "\n" not in said if said.startswith("refused") else json.loads(said)
+    assert (
+        "config.toml" in said and "\n" not in said
+        if said.startswith("refused")
+        else json.loads(said)
+    )
 
 
 def test_a_report_takes_no_lock_and_repairs_nothing(tmp_path: Path) -> None:

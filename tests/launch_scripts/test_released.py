@@ -23,14 +23,18 @@ def test_released_weights_open_in_transformers_and_name_the_colours_of_unseen_sc
     images, tokens = Scenes().pairs(np.arange(HELD_OUT, HELD_OUT + 100), pools()["new"])
     pixels = normalised(images)
     encoder = transformers.ViTModel.from_pretrained(RELEASED, add_pooling_layer=False)
-    captioner = transformers.AutoModel.from_pretrained(RELEASED / "captioner", trust_remote_code=True)
+    captioner = transformers.AutoModel.from_pretrained(
+        RELEASED / "captioner", trust_remote_code=True
+    )
     native = load_model(RELEASED / "captioner").eval()
     with torch.no_grad():
         assert torch.allclose(encoder(pixels).last_hidden_state, native.encoder(pixels), atol=1e-4)
         said = captioner.generate(pixel_values=pixels, max_new_tokens=8)
     assert (said == greedy_captions(native, pixels, max_tokens=8)[:, : said.shape[1]]).all()
     is_colour = torch.isin(tokens[:, 1:], torch.tensor([WORDS.index(colour) for colour in COLOURS]))
-    assert (greedy_captions(native, pixels, max_tokens=8) == tokens[:, 1:])[is_colour].float().mean() > 0.8
+    assert (greedy_captions(native, pixels, max_tokens=8) == tokens[:, 1:])[
+        is_colour
+    ].float().mean() > 0.8
 
 
 @pytest.mark.full

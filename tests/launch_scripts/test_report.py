@@ -31,11 +31,22 @@ def run_dir(tmp_path):
         (run / folder).mkdir(parents=True)
     manifest = json.dumps({"initialisation": {"kind": "random", "seed": 0}, "step": 2}).encode()
     (run / "checkpoints/step-00000002/manifest.json").write_bytes(manifest)
-    undone = ({"step": 0, "loss": 8.75}, {"step": 1, "loss": 7.5}, {"step": 2, "loss": 7.25})  # by a crash
-    _write_lines(run / "evaluation/heldout.jsonl", *undone, {"step": 0, "loss": 8.5}, {"step": 2, "loss": 6.25})
+    undone = (
+        {"step": 0, "loss": 8.75},
+        {"step": 1, "loss": 7.5},
+        {"step": 2, "loss": 7.25},
+    )  # by a crash
+    _write_lines(
+        run / "evaluation/heldout.jsonl",
+        *undone,
+        {"step": 0, "loss": 8.5},
+        {"step": 2, "loss": 6.25},
+    )
     _write_lines(run / "metrics.jsonl", {"step": 1, "optimizer/lr": 0.1})
     for name in ("metrics.jsonl", "heldout.jsonl", "sampling.key"):
-        _write_lines(run / "private" / name, {"step": 1, "train/loss": float(SECRET), "loss": float(SECRET)})
+        _write_lines(
+            run / "private" / name, {"step": 1, "train/loss": float(SECRET), "loss": float(SECRET)}
+        )
     _write_ledger(run, manifest)
     return run
 
@@ -45,8 +56,15 @@ def _write_lines(path, *values):
 
 
 def _write_ledger(run, manifest, fields=None, **changes):
-    numbers = {"num_examples": 2000, "expected_batch_size": 100, "num_steps": 2, "target_delta": 1e-5}
-    plan = make_plan(PlanRequest(**numbers | {"noise_multiplier": 4.0, "sensitivity_slack": 1e-3} | changes))
+    numbers = {
+        "num_examples": 2000,
+        "expected_batch_size": 100,
+        "num_steps": 2,
+        "target_delta": 1e-5,
+    }
+    plan = make_plan(
+        PlanRequest(**numbers | {"noise_multiplier": 4.0, "sensitivity_slack": 1e-3} | changes)
+    )
     own = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee"}
     with Ledger.create(run / "ledger.jsonl", own | (fields or {})) as ledger:
         ledger.start_session({"commit": "c0ffee", "modified": False})
@@ -65,12 +83,17 @@ def test_json_is_one_object_and_equals_the_file(run_dir):
     card = PrivacyCard.model_validate_json(done.stdout)
     assert card.to_json(indent=1) + "\n" == (run_dir / "report/privacy_card.json").read_text()
     charged, epsilon = recompute(run_dir / "ledger.jsonl")
-    assert card.epsilon == pytest.approx(epsilon, rel=1e-9) and card.attempts_charged == charged == 2
+    assert (
+        card.epsilon == pytest.approx(epsilon, rel=1e-9) and card.attempts_charged == charged == 2
+    )
     assert card.run_name == run_dir.name
     assert str(run_dir) not in done.stdout, "where it lies is nobody's business"
     assert (card.steps_done, card.steps_planned, card.delta) == (2, 2, 1e-5)
     assert card.formal_guarantee is True and card.reasons == ()
-    assert [(point.step, point.loss) for point in card.utility.heldout_loss] == [(0, 8.5), (2, 6.25)]
+    assert [(point.step, point.loss) for point in card.utility.heldout_loss] == [
+        (0, 8.5),
+        (2, 6.25),
+    ]
     assert card.utility.attested is False
     assert card.released.last_checkpoint.manifest_matches is True
     assert "privacy_card.md" in done.stderr
@@ -80,21 +103,38 @@ def test_json_is_one_object_and_equals_the_file(run_dir):
 def test_audit_results_are_shown_with_verdict_and_date(run_dir):
     (run_dir / "report").mkdir()
     digest = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    audit = {"audit": "ledger", "verdict": "consistent", "violated_checks": [], "date_utc": "2030-01-02"}
+    audit = {
+        "audit": "ledger",
+        "verdict": "consistent",
+        "violated_checks": [],
+        "date_utc": "2030-01-02",
+    }
     audit |= {"ledger_sha256": digest}
     _write_lines(run_dir / "report/audit-ledger.json", audit)
-    _write_lines(run_dir / "report/audit-run.json", {"audit": "run", "verdict": "violated", "violated_checks": ["gap"]})
+    _write_lines(
+        run_dir / "report/audit-run.json",
+        {"audit": "run", "verdict": "violated", "violated_checks": ["gap"]},
+    )
     (run_dir / "report/audit.json").write_text("{torn")
     card = build_card(run_dir)
     found = {audit.file: audit for audit in card.audits}
     assert found["report/audit-ledger.json"].date_utc == "2030-01-02"
-    assert found["report/audit-run.json"].date_utc is None, "the file's own time is a clock, and says nothing"
+    assert found["report/audit-run.json"].date_utc is None, (
+        "the file's own time is a clock, and says nothing"
+    )
     assert found["report/audit.json"].verdict == "unreadable"
-    assert [found[f"report/audit-{kind}.json"].of_this_ledger for kind in ("ledger", "run")] == [True, False]
+    assert [found[f"report/audit-{kind}.json"].of_this_ledger for kind in ("ledger", "run")] == [
+        True,
+        False,
+    ]
     assert any("audit-run.json says violated" in line for line in card.warnings)
     assert not any("audit-ledger.json" in line for line in card.warnings)
     page = write_card(run_dir, card)[2].read_text()
-    assert "<strong>violated</strong> (of another" in page and "2030-01-02" in page and "<code>gap</code>" in page
+    assert (
+        "<strong>violated</strong> (of another" in page
+        and "2030-01-02" in page
+        and "<code>gap</code>" in page
+    )
 
 
 def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
@@ -109,8 +149,15 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     card = build_card(run_dir)
     assert [run["is_this_run"] for run in card.tuning.shared_summary["runs"]] == [True, False]
     page = write_card(run_dir, card)[2].read_text()
-    assert "this (this run)" in page and "brother | &lt;b&gt;" in page and owner.read().identity in page
-    for damaged in (owner.path.read_text().splitlines(keepends=True)[0], "nonsense\n"):  # cut short; not one at all
+    assert (
+        "this (this run)" in page
+        and "brother | &lt;b&gt;" in page
+        and owner.read().identity in page
+    )
+    for damaged in (
+        owner.path.read_text().splitlines(keepends=True)[0],
+        "nonsense\n",
+    ):  # cut short; not one at all
         owner.path.write_text(damaged)
         card = build_card(run_dir)
         assert card.tuning.shared_summary is None
@@ -125,7 +172,9 @@ def test_contract_12_nothing_private_is_read(run_dir):
 
 
 def test_changed_manifest_is_noticed(run_dir):
-    (run_dir / "checkpoints/step-00000002/manifest.json").write_text('{"initialisation": {"kind": "imported"}}')
+    (run_dir / "checkpoints/step-00000002/manifest.json").write_text(
+        '{"initialisation": {"kind": "imported"}}'
+    )
     card = build_card(run_dir)
     assert card.released.last_checkpoint.manifest_matches is False
     assert card.public_data.attested is False
@@ -137,8 +186,14 @@ def test_contract_11_informal_run_prints_no_epsilon(run_dir):
     _write_ledger(run_dir, b"", noise_multiplier=0.0)
     done = _report(run_dir)
     assert done.returncode == 0, done.stderr
-    assert "formal_guarantee: false" in done.stdout and "no epsilon is claimed" in " ".join(done.stdout.split())
-    assert all(len(line) <= 80 for line in done.stdout.splitlines() if not line.startswith("privacy card: "))
+    assert "formal_guarantee: false" in done.stdout and "no epsilon is claimed" in " ".join(
+        done.stdout.split()
+    )
+    assert all(
+        len(line) <= 80
+        for line in done.stdout.splitlines()
+        if not line.startswith("privacy card: ")
+    )
     card = PrivacyCard.model_validate_json((run_dir / "report/privacy_card.json").read_text())
     assert card.epsilon is None and card.formal_guarantee is False
 
@@ -154,5 +209,8 @@ def test_contract_9_broken_ledger_exits_4(run_dir):
 def test_contract_12_private_heldout_is_said_to_be_private(run_dir):
     (run_dir / "evaluation/heldout.jsonl").unlink()
     assert _report(run_dir).returncode == 0
-    assert json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"] == []
+    assert (
+        json.loads((run_dir / "report/privacy_card.json").read_text())["utility"]["heldout_loss"]
+        == []
+    )
     assert "it is private" in (run_dir / "report/privacy_card.md").read_text()

@@ -29,14 +29,18 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "ledger.jsonl", folder / "behind/ledger-1.jsonl")
     (folder / "evaluation").mkdir()
     (folder / "evaluation/heldout.jsonl").write_text('{"step": 4, "loss": 1.5}\n')
-    (folder / "report/audit-ledger.json").write_text(json.dumps({"audit": "ledger", "verdict": "consistent"}))
+    (folder / "report/audit-ledger.json").write_text(
+        json.dumps({"audit": "ledger", "verdict": "consistent"})
+    )
     return folder
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what surrounds the claim, which takes most of a card's time."""
-    monkeypatch.setattr(card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []})
+    monkeypatch.setattr(
+        card_report, "risk_of", lambda *_: {"advantage": 0.0, "true_positive_rates": []}
+    )
     monkeypatch.setattr(card_report, "epsilon_of_several", lambda *_: None)
     monkeypatch.setattr(accountants, "epsilon_prv", lambda *_: (None, None, None))
     monkeypatch.setattr(accountants, "epsilon_replace_one", lambda *_: None)
@@ -56,7 +60,9 @@ def reported(folder: Path) -> str | None:
     return said.line
 
 
-def test_a_disturbed_folder_ends_in_a_card_or_in_one_line(original: Path, tmp_path: Path, quick: None) -> None:
+def test_a_disturbed_folder_ends_in_a_card_or_in_one_line(
+    original: Path, tmp_path: Path, quick: None
+) -> None:
     ends = set()
     for seed in range(10):
         folder = tmp_path / str(seed)
@@ -80,7 +86,11 @@ def require_quiet(shown: str, where: object) -> None:
 
 
 def test_no_text_of_the_other_files_reaches_the_console_raw(
-    original: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    original: Path,
+    tmp_path: Path,
+    quick: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Settings, audits, manifest, metrics and the names of files and of the folder itself."""
     loud = LOUD[:-1].replace("\x00", "")  # neither stands in a name

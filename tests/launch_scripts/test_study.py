@@ -80,10 +80,14 @@ def check_report(folder: StudyFolder, names: list[str]) -> None:
         assert "formal_guarantee: false" in folder.log(name).read_text()
         manifests = list((run / "checkpoints").glob("*/manifest.json"))
         shown = [folder.log(name), run / "metrics.jsonl", run / "config.toml", *manifests]
-        for text in (path.read_text() for path in (*shown, *(run / "report").glob("privacy_card.*"))):
+        for text in (
+            path.read_text() for path in (*shown, *(run / "report").glob("privacy_card.*"))
+        ):
             assert not re.search(EPSILON, text), re.findall(r"eps.{0,30}", text)
         assert "TAN simulation" in (run / "report/privacy_card.md").read_text()
-        assert manifests and not any(json.loads(path.read_text())["formal_guarantee"] for path in manifests)
+        assert manifests and not any(
+            json.loads(path.read_text())["formal_guarantee"] for path in manifests
+        )
     page = (folder.report / "study.md").read_text()
     assert "they are not private" in page
     assert (folder.report / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -109,7 +113,9 @@ def test_a_study_of_six_points_is_killed_twice_resumed_and_reported(
     assert len(names) == len(seeds) * len(batches)
     for name in names:
         assert folder.progress(name) == "finished"
-        assert {line["step"] for line in ledger_lines(folder.run(name)) if line["type"] == "done"} == set(range(1, 13))
+        assert {
+            line["step"] for line in ledger_lines(folder.run(name)) if line["type"] == "done"
+        } == set(range(1, 13))
     assert first not in again.stdout
     sessions = {name: count(folder.run(name), "session") for name in names}
     assert set(sessions.values()) == {1}, "whoever comes later waits for a trainer that is at work"
@@ -149,16 +155,35 @@ def test_a_slurm_array_gets_each_point_that_is_not_done_once(
     def submit(*more: str, batches: str = "[24, 8]") -> None:
         study = written(tmp_path, seeds=[0], batches=batches)
         study.write_text(study.read_text().replace("data.num_workers = 0", "data.num_workers = 3"))
-        command = ["run", str(study), "--study_dir", str(folder), "--executor", "slurm-array", *more]
+        command = [
+            "run",
+            str(study),
+            "--study_dir",
+            str(folder),
+            "--executor",
+            "slurm-array",
+            *more,
+        ]
         assert main(command) == 0
 
     submit("--workers", "3")
     assert "Submitted batch job 7" in capsys.readouterr().out
     given = submitted()
-    assert given[1:4] == ["--cpus-per-task=3", "--array=1,2%3", f"--output={folder}/private/logs/slurm-%A_%a.log"]
-    assert given[4:7] == ["launch_scripts/cluster/slurm_array.sbatch", str(folder / "points.txt"), str(folder / "runs")]
+    assert given[1:4] == [
+        "--cpus-per-task=3",
+        "--array=1,2%3",
+        f"--output={folder}/private/logs/slurm-%A_%a.log",
+    ]
+    assert given[4:7] == [
+        "launch_scripts/cluster/slurm_array.sbatch",
+        str(folder / "points.txt"),
+        str(folder / "runs"),
+    ]
     assert given[0].startswith("--job-name=dp-study-study-")
-    assert f"--name={given[0].removeprefix('--job-name=')}" in (tmp_path / "asked").read_text().splitlines()
+    assert (
+        f"--name={given[0].removeprefix('--job-name=')}"
+        in (tmp_path / "asked").read_text().splitlines()
+    )
     before, name = (folder / "points.txt").read_text(), "batch-8_seed-0"
     last = ["--recipe", f"{folder}/recipes/{name}.toml", "--run_dir", f"{folder}/runs/{name}"]
     assert before.splitlines()[1].split() == last
@@ -166,7 +191,10 @@ def test_a_slurm_array_gets_each_point_that_is_not_done_once(
     queue.write_text("1\n2\n")
     submit()
     assert submitted() == []
-    assert "queued or running already: batch-24_seed-0, batch-8_seed-0\nnothing to submit" in capsys.readouterr().out
+    assert (
+        "queued or running already: batch-24_seed-0, batch-8_seed-0\nnothing to submit"
+        in capsys.readouterr().out
+    )
 
     # A point in front of them: what waits keeps its number, and with it what it will train.
     queue.write_text("2\n")
@@ -175,13 +203,24 @@ def test_a_slurm_array_gets_each_point_that_is_not_done_once(
         batches="[12, 24, 8]",
     )
     given = submitted()
-    assert given[1:5] == ["--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=6", "--gpus-per-node=4"]
+    assert given[1:5] == [
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--cpus-per-task=6",
+        "--gpus-per-node=4",
+    ]
     assert "--array=3,1%1" in given
     lines = (folder / "points.txt").read_text()
-    assert lines.startswith(before) and "batch-12_seed-0" in lines.splitlines()[2] and len(lines.splitlines()) == 3
+    assert (
+        lines.startswith(before)
+        and "batch-12_seed-0" in lines.splitlines()[2]
+        and len(lines.splitlines()) == 3
+    )
 
     does("squeue", "echo no controller answers >&2; exit 1")
-    with pytest.raises(ConfigError, match="squeue refused, so nothing is submitted: no controller answers"):
+    with pytest.raises(
+        ConfigError, match="squeue refused, so nothing is submitted: no controller answers"
+    ):
         submit()
     assert submitted() == []
 
@@ -193,7 +232,11 @@ def test_runs_on_private_data_stop_where_their_shared_budget_ends(tmp_path: Path
     config = load_config(ROOT / "recipes/tiny.toml", ["train.num_steps=2"])
     group = (plan := make_plan(config.privacy.request(2, 3000))).release_group(plan.max_intents)
     two, three = (epsilon([group.times(runs * group.count)], 1e-4) for runs in (2, 3))
-    study, folder, owner = tmp_path / "private.toml", StudyFolder(tmp_path / "study"), tmp_path / "owner.jsonl"
+    study, folder, owner = (
+        tmp_path / "private.toml",
+        StudyFolder(tmp_path / "study"),
+        tmp_path / "owner.jsonl",
+    )
     SharedLedger.create(owner, epsilon=(two + three) / 2, delta=1e-4)
     study.write_text(
         f"""
@@ -209,7 +252,11 @@ train.num_steps = 2
     )
     ended = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
     assert ended.returncode == 3, ended.stdout + ended.stderr
-    assert [folder.progress(f"seed-{seed}") == "finished" for seed in range(3)] == [True, True, False]
+    assert [folder.progress(f"seed-{seed}") == "finished" for seed in range(3)] == [
+        True,
+        True,
+        False,
+    ]
     assert count(folder.run("seed-2"), "intent") == 0
     card = build_card(folder.run("seed-0"))
     assert "one of 3 runs of study private" in card.tuning.stated.text

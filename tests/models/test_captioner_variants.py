@@ -24,8 +24,15 @@ from tests.privacy.clipping.test_sensitivity import change
 
 B, L, V = 5, 6, 11
 VARIANTS = [
-    {"decoder_norm_position": norm, "decoder_bias": bias, "tied_head": tied, "parallel_share": share}
-    for norm, bias, tied, share in itertools.product(("pre", "post"), (True, False), (True, False), (0.0, 0.5, 1.0))
+    {
+        "decoder_norm_position": norm,
+        "decoder_bias": bias,
+        "tied_head": tied,
+        "parallel_share": share,
+    }
+    for norm, bias, tied, share in itertools.product(
+        ("pre", "post"), (True, False), (True, False), (0.0, 0.5, 1.0)
+    )
 ]
 WITH_ALL_VALUES = (4, 8, 21)  # of every key; `make test-all` takes all variants
 
@@ -36,7 +43,10 @@ def name_of(variant: dict[str, Any]) -> str:
 
 some_variants = pytest.mark.parametrize(
     "variant",
-    [v if i in WITH_ALL_VALUES else pytest.param(v, marks=pytest.mark.full) for i, v in enumerate(VARIANTS)],
+    [
+        v if i in WITH_ALL_VALUES else pytest.param(v, marks=pytest.mark.full)
+        for i, v in enumerate(VARIANTS)
+    ],
     ids=name_of,
 )
 
@@ -44,9 +54,19 @@ some_variants = pytest.mark.parametrize(
 def small_captioner(**overrides: Any) -> Captioner:
     """Away from the initial zeros and ones, so that every parameter has a gradient of its own."""
     config = captioner_config(
-        "pico", image_size=8, patch_size=4, encoder_width=8, encoder_depth=1, encoder_num_heads=2, decoder_width=12,
-        decoder_depth=2, decoder_num_heads=3, vocab_size=V, num_tokens=L, **overrides,
-    )  # fmt: skip
+        "pico",
+        image_size=8,
+        patch_size=4,
+        encoder_width=8,
+        encoder_depth=1,
+        encoder_num_heads=2,
+        decoder_width=12,
+        decoder_depth=2,
+        decoder_num_heads=3,
+        vocab_size=V,
+        num_tokens=L,
+        **overrides,
+    )
     model = build_captioner(config, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -58,14 +78,18 @@ def small_captioner(**overrides: Any) -> Captioner:
 def batch(share: float, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Examples of very different norms, with coins of both kinds where the share allows it."""
     generator = torch.Generator().manual_seed(2)
-    images_BCHW = torch.randn(B, 3, 8, 8, generator=generator) * torch.logspace(-1, 1, B)[:, None, None, None]
+    images_BCHW = (
+        torch.randn(B, 3, 8, 8, generator=generator) * torch.logspace(-1, 1, B)[:, None, None, None]
+    )
     inputs = {
         "images_BCHW": images_BCHW.to(dtype),
         "tokens_BL": torch.randint(3, V, (B, L), generator=generator),
         "token_mask_BL": torch.arange(L) < torch.tensor([[6], [4], [2], [6], [3]]),
     }
     if share > 0:
-        inputs["is_parallel_B"] = torch.arange(B) % 2 == 0 if share < 1 else torch.ones(B, dtype=torch.bool)
+        inputs["is_parallel_B"] = (
+            torch.arange(B) % 2 == 0 if share < 1 else torch.ones(B, dtype=torch.bool)
+        )
     return inputs
 
 
@@ -74,19 +98,31 @@ def rows(inputs: dict[str, Tensor], chosen: Any) -> dict[str, Tensor]:
 
 
 @some_variants
-def test_clipped_sum_is_exact_in_float64_and_as_good_as_a_loop_in_float32(variant: dict[str, Any]) -> None:
+def test_clipped_sum_is_exact_in_float64_and_as_good_as_a_loop_in_float32(
+    variant: dict[str, Any],
+) -> None:
     single, inputs = small_captioner(**variant), batch(variant["parallel_share"])
-    exact, exact_inputs = copy.deepcopy(single).double(), batch(variant["parallel_share"], torch.float64)
+    exact, exact_inputs = (
+        copy.deepcopy(single).double(),
+        batch(variant["parallel_share"], torch.float64),
+    )
     c = oracle.median_norm(exact, exact, exact_inputs)
     expected = oracle.clipped_sum(exact, exact, exact_inputs, c)
     assert expected.keys() == {name for name, _ in single.named_parameters()}
-    assert all(value.abs().max() > 0 for value in expected.values()) or variant["parallel_share"] == 1
+    assert (
+        all(value.abs().max() > 0 for value in expected.values()) or variant["parallel_share"] == 1
+    )
     assert oracle.relative_error(oracle.summed(exact, exact_inputs, c), expected) <= 1e-9
     loop_error = oracle.relative_error(oracle.clipped_sum(single, single, inputs, c), expected)
     assert oracle.relative_error(oracle.summed(single, inputs, c), expected) <= 2 * loop_error
     for model in (exact, single):
-        model.decoder.head.max_logits = 2 * (L - 1) * 4  # two captions: three chunks of the vocabulary
-    by_chunks = [oracle.summed(*of, c, micro=2, mode="two_pass") for of in ((exact, exact_inputs), (single, inputs))]
+        model.decoder.head.max_logits = (
+            2 * (L - 1) * 4
+        )  # two captions: three chunks of the vocabulary
+    by_chunks = [
+        oracle.summed(*of, c, micro=2, mode="two_pass")
+        for of in ((exact, exact_inputs), (single, inputs))
+    ]
     assert oracle.relative_error(by_chunks[0], expected) <= 1e-9
     assert oracle.relative_error(by_chunks[1], expected) <= 2 * loop_error
 
@@ -122,19 +158,35 @@ def test_contract_4_one_example_moves_the_sum_by_at_most_c(variant: dict[str, An
     model, others = small_captioner(**variant), rows(batch(share), slice(0, 2))
     kinds = [ODD[(number + step) % len(ODD)] for step in (0, 3, 6)]
     modes = [MODES[(number + i) % 2] for i in range(len(kinds))]
-    sizes = [change(model, others, odd_example(kind, share, number), m) for kind, m in zip(kinds, modes, strict=True)]
+    sizes = [
+        change(model, others, odd_example(kind, share, number), m)
+        for kind, m in zip(kinds, modes, strict=True)
+    ]
     assert max(sizes) <= 1 + SENSITIVITY_SLACK
-    for kind, size in zip(kinds, sizes, strict=True):  # a huge image may overflow, which is as good as NaN
+    for kind, size in zip(
+        kinds, sizes, strict=True
+    ):  # a huge image may overflow, which is as good as NaN
         assert kind == "huge" or (size > 0) == (kind not in ("nan", "inf", "no caption")), kind
 
 
 @pytest.mark.parametrize(("norm", "position"), [("pre", "sincos"), ("post", "learned")])
-def test_contract_13_a_loss_does_not_depend_on_the_others_of_its_micro_batch(norm: str, position: str) -> None:
-    options = {"decoder_norm_position": norm, "decoder_position": position, "encoder_position": position}
-    model, inputs = small_captioner(parallel_share=0.5, **options).double(), batch(0.5, torch.float64)
+def test_contract_13_a_loss_does_not_depend_on_the_others_of_its_micro_batch(
+    norm: str, position: str
+) -> None:
+    options = {
+        "decoder_norm_position": norm,
+        "decoder_position": position,
+        "encoder_position": position,
+    }
+    model, inputs = (
+        small_captioner(parallel_share=0.5, **options).double(),
+        batch(0.5, torch.float64),
+    )
     loss_B = model(**inputs)
     for order in ([4, 2, 0, 3, 1], [1], [2, 0]):
-        torch.testing.assert_close(model(**rows(inputs, torch.tensor(order))), loss_B[order], atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(
+            model(**rows(inputs, torch.tensor(order))), loss_B[order], atol=1e-12, rtol=1e-12
+        )
 
 
 def raw_example(shade: int) -> RawExample:
@@ -151,7 +203,9 @@ def test_contract_13_a_coin_comes_from_the_examples_own_key() -> None:
     assert whole.dtype == torch.bool and int(whole.sum()) > 0
     backwards = stack_examples(examples[::-1], make, 8).inputs["is_parallel_B"]
     assert backwards[:6].flip(0).tolist() == whole.tolist()
-    alone = [bool(stack_examples([example], make, 1).inputs["is_parallel_B"]) for example in examples]
+    alone = [
+        bool(stack_examples([example], make, 1).inputs["is_parallel_B"]) for example in examples
+    ]
     assert alone == whole.tolist()
     coins = torch.tensor([bool(make.coin(key)["is_parallel"]) for key in range(4000)])
     assert abs(float(coins.double().mean()) - 0.75) < 4 * (0.75 * 0.25 / 4000) ** 0.5
@@ -201,7 +255,10 @@ def test_captions_of_other_lengths_and_without_a_mask_are_refused() -> None:
         model(**short)
     with pytest.raises(ValueError, match="parallel_share > 0"):
         small_captioner()(**inputs)
-    plain, long = small_captioner(), batch(0) | {"tokens_BL": torch.ones(B, L + 2, dtype=torch.long)}
+    plain, long = (
+        small_captioner(),
+        batch(0) | {"tokens_BL": torch.ones(B, L + 2, dtype=torch.long)},
+    )
     with pytest.raises(ValueError, match="needs token_mask_BL"):
         plain(long["images_BCHW"], long["tokens_BL"])
     with pytest.raises(ValueError, match="7 tokens, but the model was built for at most 6"):
@@ -219,6 +276,8 @@ def test_a_tied_head_is_one_parameter_drawn_once() -> None:
     assert seen.index(embedding) < seen.index(head)
     direct = Captioner(config)
     direct.init_weights(torch.Generator().manual_seed(3))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), direct.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), direct.parameters(), strict=True)
+    )
     again = copy.deepcopy(model).to(torch.float64)
     assert again.decoder.head.weight is again.decoder.token_embedding.weight

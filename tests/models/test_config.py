@@ -49,9 +49,15 @@ def test_dpcap_sizes_have_the_published_parameter_counts(size: str) -> None:
     )
     assert [number / 1e6 for number in found] == pytest.approx(TABLE[size], abs=0.0051)
     variant = {"tied_head": True, "parallel_share": 1.0, "decoder_bias": True}
-    biases = 13 * config.decoder.depth * width  # of a block: 4 + 4 of the attentions, 4 + 1 of the MLP
-    assert count(on_meta(captioner_config(size, **variant))) == count(model) + biases + width * (1 - config.vocab_size)
-    assert sum(count(block) for block in model.decoder.blocks) == config.decoder.depth * (16 * width**2 + 6 * width)
+    biases = (
+        13 * config.decoder.depth * width
+    )  # of a block: 4 + 4 of the attentions, 4 + 1 of the MLP
+    assert count(on_meta(captioner_config(size, **variant))) == count(model) + biases + width * (
+        1 - config.vocab_size
+    )
+    assert sum(count(block) for block in model.decoder.blocks) == config.decoder.depth * (
+        16 * width**2 + 6 * width
+    )
 
 
 REFUSED: dict[Callable[..., Any], list[tuple[str, dict[str, object], str]]] = {
@@ -99,8 +105,12 @@ REFUSED: dict[Callable[..., Any], list[tuple[str, dict[str, object], str]]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "case"), [(make, case) for make, cases in REFUSED.items() for case in cases])
-def test_bad_values_are_refused_in_one_line(make: Callable[..., Any], case: tuple[str, dict[str, Any], str]) -> None:
+@pytest.mark.parametrize(
+    ("make", "case"), [(make, case) for make, cases in REFUSED.items() for case in cases]
+)
+def test_bad_values_are_refused_in_one_line(
+    make: Callable[..., Any], case: tuple[str, dict[str, Any], str]
+) -> None:
     size, overrides, words = case
     with pytest.raises(ModelConfigError, match=words) as caught:
         make(size, **overrides)

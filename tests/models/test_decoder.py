@@ -9,7 +9,11 @@ from tests.models.tiny import VOCAB, tiny_captioner
 
 CASES = [
     {"decoder_norm_position": norm, "decoder_bias": bias, "decoder_position": position}
-    for norm, bias, position in [("post", False, "sincos"), ("pre", True, "sincos"), ("post", True, "learned")]
+    for norm, bias, position in [
+        ("post", False, "sincos"),
+        ("pre", True, "sincos"),
+        ("post", True, "learned"),
+    ]
 ]
 
 
@@ -35,7 +39,10 @@ def plain_decoder(
         if kind == 2:
             key, value = linear(f"{block}.cross_attention.key_value", memory_TD).split(width, dim=1)
             query = linear(f"{block}.cross_attention.query", x)
-            return linear(f"{block}.cross_attention.out", attention(query[None], key[None], value[None], heads)[0])
+            return linear(
+                f"{block}.cross_attention.out",
+                attention(query[None], key[None], value[None], heads)[0],
+            )
         return linear(f"{block}.mlp.down", F.gelu(linear(f"{block}.mlp.up", x)))
 
     learned = decoder.position == "learned"
@@ -43,7 +50,9 @@ def plain_decoder(
     text_table = text_sincos_table(config.num_tokens, width)
     image_positions = p["memory.position.table"][0] if learned else image_table.float().double()
     text_positions = p["decoder.position.table"][0] if learned else text_table.float().double()
-    memory_TD = linear("memory.projection", image_TE) + image_positions + p["memory.type_embedding"][0]
+    memory_TD = (
+        linear("memory.projection", image_TE) + image_positions + p["memory.type_embedding"][0]
+    )
     x = p["decoder.token_embedding.weight"][tokens_L]
     if parallel:
         x = p["decoder.mask_embedding.weight"].repeat(length, 1)
@@ -60,7 +69,9 @@ def plain_decoder(
 
 @pytest.mark.parametrize("overrides", CASES)
 @torch.no_grad()
-def test_parallel_prediction_beside_causal_equals_plain_computation(overrides: dict[str, object]) -> None:
+def test_parallel_prediction_beside_causal_equals_plain_computation(
+    overrides: dict[str, object],
+) -> None:
     """Both kinds in one forward, with a tied head."""
     model = tiny_captioner(**overrides, parallel_share=0.5, tied_head=True).double()
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -72,5 +83,7 @@ def test_parallel_prediction_beside_causal_equals_plain_computation(overrides: d
     is_parallel_B = torch.tensor([True, False, False, True])
     logits_BLV = model.decoder(tokens_BL, model.memory(image_BTE), is_parallel_B=is_parallel_B)
     for i, parallel in enumerate(is_parallel_B.tolist()):
-        expected = plain_decoder(parameters, tokens_BL[i], image_BTE[i], model.config, parallel=parallel)
+        expected = plain_decoder(
+            parameters, tokens_BL[i], image_BTE[i], model.config, parallel=parallel
+        )
         torch.testing.assert_close(logits_BLV[i], expected, atol=1e-9, rtol=1e-9)

@@ -12,7 +12,12 @@ from tests.models.tiny import VOCAB, tiny_captioner
 
 VARIANTS = [
     {},
-    {"decoder_norm_position": "pre", "decoder_bias": True, "decoder_position": "learned", "decoder_activation": "relu"},
+    {
+        "decoder_norm_position": "pre",
+        "decoder_bias": True,
+        "decoder_position": "learned",
+        "decoder_activation": "relu",
+    },
     {"tied_head": True, "parallel_share": 0.5},
 ]
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 5, 6)
@@ -48,7 +53,9 @@ def test_every_token_of_a_tree_is_what_its_path_alone_gives(overrides: dict[str,
         hidden_BnD = decoder.step(tokens_N[list(numbers)].expand(2, -1), before)
         logits_BnV = model.decoder.head(hidden_BnD)
         for place, number in enumerate(numbers):
-            whole = model(images_BCHW, tokens_N[paths[number]].expand(2, -1), output="logits")[:, -1]
+            whole = model(images_BCHW, tokens_N[paths[number]].expand(2, -1), output="logits")[
+                :, -1
+            ]
             torch.testing.assert_close(logits_BnV[:, place], whole, atol=2e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="room for 9"):
         decoder.step(tokens_N[:1].expand(2, -1), torch.zeros(2, 1, 2, dtype=torch.int64))
@@ -63,20 +70,30 @@ def test_one_beam_is_greedy(overrides: dict[str, object]) -> None:
     assert calls == list(range(1, 9))
     found = beam_captions(model, images_BCHW, max_tokens=8)
     torch.testing.assert_close(found.tokens_BL, expected_BL)
-    assert (expected_BL == model.config.pad_id).any(), "no caption ended: the test shows less than it should"
+    assert (expected_BL == model.config.pad_id).any(), (
+        "no caption ended: the test shows less than it should"
+    )
     with torch.no_grad():
         model.decoder.head.bias[model.config.eos_id] += 1e4
     only_ends_BL = greedy_captions(model, images_BCHW, max_tokens=8)
-    assert len(calls) == 16 and (only_ends_BL[:, 0] == model.config.eos_id).all() and not only_ends_BL[:, 1:].any()
+    assert (
+        len(calls) == 16
+        and (only_ends_BL[:, 0] == model.config.eos_id).all()
+        and not only_ends_BL[:, 1:].any()
+    )
 
 
-@pytest.mark.parametrize(("rows", "length_penalty"), [(1, 0.0), pytest.param(3, 1.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("rows", "length_penalty"), [(1, 0.0), pytest.param(3, 1.0, marks=pytest.mark.full)]
+)
 @torch.no_grad()
 def test_beams_as_wide_as_the_tree_find_the_best_caption(rows: int, length_penalty: float) -> None:
     """Against all 1 + 4 + 16 + ... captions of up to four tokens of a five-word language, each by a whole forward."""
     model = peaked(vocab_size=5, bos_id=1, eos_id=2, num_tokens=6)
     images_BCHW = images(rows)
-    found = beam_captions(model, images_BCHW, max_tokens=4, num_beams=150, length_penalty=length_penalty)
+    found = beam_captions(
+        model, images_BCHW, max_tokens=4, num_beams=150, length_penalty=length_penalty
+    )
     for row in range(rows):
         scores: dict[tuple[int, ...], tuple[float, float]] = {}
         for tokens in itertools.product(range(5), repeat=4):
@@ -84,7 +101,9 @@ def test_beams_as_wide_as_the_tree_find_the_best_caption(rows: int, length_penal
             caption = tokens[:end]
             if caption not in scores:
                 ids = torch.tensor([[1, *caption]])
-                logits = model(images_BCHW[row : row + 1], ids[:, :-1], output="logits").log_softmax(-1)
+                logits = model(
+                    images_BCHW[row : row + 1], ids[:, :-1], output="logits"
+                ).log_softmax(-1)
                 log_prob = logits[0].gather(1, ids[0, 1:, None]).sum().item()
                 scores[caption] = (log_prob / end**length_penalty, log_prob)
         best = max(scores, key=lambda caption: scores[caption][0])

@@ -43,5 +43,9 @@ def test_distributions() -> None:
             assert (module.weight == 1).all() and not module.bias.any()
     std = model.config.decoder.embedding_std
     assert model.decoder.token_embedding.weight.std().item() == pytest.approx(std, rel=0.02)
-    for raw in (model.encoder.class_token, model.memory.type_embedding, model.decoder.type_embedding):
+    for raw in (
+        model.encoder.class_token,
+        model.memory.type_embedding,
+        model.decoder.type_embedding,
+    ):
         assert raw.std().item() == pytest.approx(EMBEDDING_STD, rel=0.4)

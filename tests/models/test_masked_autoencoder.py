@@ -14,12 +14,22 @@ from models.masked_autoencoder import (
 
 
 def tiny(**overrides: object) -> MaskedAutoencoderConfig:
-    shape = {"image_size": 16, "patch_size": 4, "encoder_width": 24, "encoder_depth": 2, "decoder_width": 16}
-    return masked_autoencoder_config("pico", **{**shape, "encoder_num_heads": 2, "decoder_num_heads": 2, **overrides})
+    shape = {
+        "image_size": 16,
+        "patch_size": 4,
+        "encoder_width": 24,
+        "encoder_depth": 2,
+        "decoder_width": 16,
+    }
+    return masked_autoencoder_config(
+        "pico", **{**shape, "encoder_num_heads": 2, "decoder_num_heads": 2, **overrides}
+    )
 
 
 def masks(config: MaskedAutoencoderConfig, count: int) -> Tensor:
-    make = MaskedImageExample(config.encoder.image_size, config.encoder.patch_size, config.num_visible)
+    make = MaskedImageExample(
+        config.encoder.image_size, config.encoder.patch_size, config.num_visible
+    )
     return torch.from_numpy(np.stack([make.mask(key) for key in range(count)]))
 
 
@@ -28,7 +38,9 @@ def test_golden_loss() -> None:
     predicted = torch.tensor([[[0.0, 0.0], [1.0, 2.0]]])
     target = torch.tensor([[[7.0, 7.0], [2.0, 5.0]]])
     assert reconstruction_loss(predicted, target, torch.tensor([[False, True]])).tolist() == [5.0]
-    assert normalised(torch.tensor([[[1.0, 3.0]]]))[0, 0].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)
+    assert normalised(torch.tensor([[[1.0, 3.0]]]))[0, 0].tolist() == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5], rel=1e-5
+    )
 
 
 def test_masks() -> None:

@@ -13,7 +13,9 @@ CHUNKS = [1, 2, 4, 7, 29]
 """None of them but the first and the last divides 29."""
 
 
-def head_and_inputs(num_chunks: int, dtype: torch.dtype, *, bias: bool = True) -> tuple[VocabularyHead, Tensor, Tensor]:
+def head_and_inputs(
+    num_chunks: int, dtype: torch.dtype, *, bias: bool = True
+) -> tuple[VocabularyHead, Tensor, Tensor]:
     torch.manual_seed(0)
     head = VocabularyHead(D, V, bias=bias, max_logits=-(-B * L * V // num_chunks)).to(dtype)
     hidden_BLD = torch.randn(B, L, D, dtype=dtype, requires_grad=True)
@@ -40,10 +42,15 @@ def test_loss_and_all_gradients_in_float64(num_chunks: int, bias: bool) -> None:
     weight_BL = torch.randn(B, L, dtype=torch.float64)
     weight_BL[1] = 0  # padding
     tensors = [hidden_BLD, *head.parameters()]
-    loss_BL, expected_BL = head.token_losses(hidden_BLD, targets_BL), reference(head, hidden_BLD, targets_BL)
+    loss_BL, expected_BL = (
+        head.token_losses(hidden_BLD, targets_BL),
+        reference(head, hidden_BLD, targets_BL),
+    )
     torch.testing.assert_close(loss_BL, expected_BL, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(
-        gradients(loss_BL, weight_BL, tensors), gradients(expected_BL, weight_BL, tensors), strict=True
+        gradients(loss_BL, weight_BL, tensors),
+        gradients(expected_BL, weight_BL, tensors),
+        strict=True,
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
@@ -56,10 +63,17 @@ def test_loss_and_gradients_in_low_precision(dtype: torch.dtype) -> None:
     exact.load_state_dict({k: v.double() for k, v in head.state_dict().items()})
     wide_BLD = hidden_BLD.detach().double().requires_grad_()
     ones = torch.ones(B, L)
-    wanted = gradients(reference(exact, wide_BLD, targets_BL), ones.double(), [wide_BLD, *exact.parameters()])
-    loss_BL, plain_BL = head.token_losses(hidden_BLD, targets_BL), reference(head, hidden_BLD, targets_BL)
+    wanted = gradients(
+        reference(exact, wide_BLD, targets_BL), ones.double(), [wide_BLD, *exact.parameters()]
+    )
+    loss_BL, plain_BL = (
+        head.token_losses(hidden_BLD, targets_BL),
+        reference(head, hidden_BLD, targets_BL),
+    )
     assert loss_BL.dtype == torch.float32
-    torch.testing.assert_close(loss_BL, plain_BL, rtol=1e-6, atol=1e-6)  # the same logits, rounded to the same dtype
+    torch.testing.assert_close(
+        loss_BL, plain_BL, rtol=1e-6, atol=1e-6
+    )  # the same logits, rounded to the same dtype
     tensors = [hidden_BLD, *head.parameters()]
     for found, plain, exact_gradient in zip(
         gradients(loss_BL, ones, tensors), gradients(plain_BL, ones, tensors), wanted, strict=True
@@ -86,7 +100,10 @@ def test_extreme_logits_overflow_nowhere() -> None:
     head, hidden_BLD, targets_BL = head_and_inputs(4, torch.float32)
     with torch.no_grad():
         head.weight.mul_(1e4)
-    loss_BL, expected_BL = head.token_losses(hidden_BLD, targets_BL), reference(head, hidden_BLD, targets_BL)
+    loss_BL, expected_BL = (
+        head.token_losses(hidden_BLD, targets_BL),
+        reference(head, hidden_BLD, targets_BL),
+    )
     torch.testing.assert_close(loss_BL, expected_BL, rtol=1e-6, atol=1e-2)
     (found,) = gradients(loss_BL, torch.ones(B, L), [hidden_BLD])
     (wanted,) = gradients(expected_BL, torch.ones(B, L), [hidden_BLD])

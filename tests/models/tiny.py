@@ -12,9 +12,17 @@ VOCAB = 17
 
 def tiny_config(**overrides: Any) -> CaptionerConfig:
     fields: dict[str, Any] = {
-        "image_size": 16, "patch_size": 8, "encoder_width": 16, "encoder_depth": 2, "encoder_num_heads": 2,
-        "decoder_width": 24, "decoder_depth": 2, "decoder_num_heads": 3, "vocab_size": VOCAB, "num_tokens": 9,
-    }  # fmt: skip
+        "image_size": 16,
+        "patch_size": 8,
+        "encoder_width": 16,
+        "encoder_depth": 2,
+        "encoder_num_heads": 2,
+        "decoder_width": 24,
+        "decoder_depth": 2,
+        "decoder_num_heads": 3,
+        "vocab_size": VOCAB,
+        "num_tokens": 9,
+    }
     return captioner_config("pico", **(fields | overrides))
 
 

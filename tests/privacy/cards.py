@@ -13,16 +13,33 @@ from privacy.card.model import PrivacyCard
 from privacy.card.report import make_card, read_snapshot
 
 PLAN = {
-    "max_grad_norm": 1.0, "noise_multiplier": 4.0, "sensitivity_slack": 1e-3, "sample_rate": 0.05, "expected_batch_size": 100,
-    "cap": 180, "adaptive_clipping": {"unclipped_num_std": 6.0},
-}  # fmt: skip
+    "max_grad_norm": 1.0,
+    "noise_multiplier": 4.0,
+    "sensitivity_slack": 1e-3,
+    "sample_rate": 0.05,
+    "expected_batch_size": 100,
+    "cap": 180,
+    "adaptive_clipping": {"unclipped_num_std": 6.0},
+}
 NUMBERS: dict[str, Any] = {
-    "num_examples": 2000, "delta": 1e-5, "noise_tail_delta": 1e-15, "attempts_charged": 4, "charged": 4, "allowed": 10,
-    "epsilon_rdp": 1.5, "epsilon_group": {"2": 2.5, "5": 6.5}, "true_positive": {"0.01": 0.02}, "advantage": 0.1,
+    "num_examples": 2000,
+    "delta": 1e-5,
+    "noise_tail_delta": 1e-15,
+    "attempts_charged": 4,
+    "charged": 4,
+    "allowed": 10,
+    "epsilon_rdp": 1.5,
+    "epsilon_group": {"2": 2.5, "5": 6.5},
+    "true_positive": {"0.01": 0.02},
+    "advantage": 0.1,
     "curve": ((1e-5, 1e-4), (0.01, 0.02), (1.0, 1.0)),
-    "smallest_sensitivity": 0.5, "largest_sensitivity": 1.5, "last_sensitivity": 0.75,
-    "loss": 6.5, "blind_loss": 5.75, "shuffled_loss": 7.25,
-}  # fmt: skip
+    "smallest_sensitivity": 0.5,
+    "largest_sensitivity": 1.5,
+    "last_sensitivity": 0.75,
+    "loss": 6.5,
+    "blind_loss": 5.75,
+    "shuffled_loss": 7.25,
+}
 """Where a field's number means something; others are 3 or 1.25."""
 
 
@@ -48,16 +65,30 @@ def full_card(
         statement: every statement.
         key: every name of a value whose names are free.
     """
-    sibling = {"name": text, "time_utc": text, "is_this_run": True, "chosen_after_outputs": False, "epsilon": 0.5}
+    sibling = {
+        "name": text,
+        "time_utc": text,
+        "is_this_run": True,
+        "chosen_after_outputs": False,
+        "epsilon": 0.5,
+    }
     given: dict[str, Any] = NUMBERS | {
-        "reasons": (), "warnings": (statement,), "statement": statement, "plan": {**PLAN, "clipping_function": text},
+        "reasons": (),
+        "warnings": (statement,),
+        "statement": statement,
+        "plan": {**PLAN, "clipping_function": text},
         "packages": {key: text},
         "facts": {key: text, "start": {key: text}},
         "shared_summary": {
-            "epsilon": 5.0, "delta": 1e-4, "unit": text, "accounting": text, "epsilon_reserved": 1.5, "runs": [sibling],
+            "epsilon": 5.0,
+            "delta": 1e-4,
+            "unit": text,
+            "accounting": text,
+            "epsilon_reserved": 1.5,
+            "runs": [sibling],
             "informal_runs": [{"name": text, "reason": text}],
         },
-    }  # fmt: skip
+    }
 
     def value(kind: Any, name: str) -> Any:
         if name in given:
@@ -68,7 +99,9 @@ def full_card(
         if origin in (Union, types.UnionType):
             return value(next(part for part in parts if part is not type(None)), name)
         if origin is tuple:
-            return tuple(value(part, "") for part in parts if part is not Ellipsis) * (2 if name == "runs" else 1)
+            return tuple(value(part, "") for part in parts if part is not Ellipsis) * (
+                2 if name == "runs" else 1
+            )
         if origin is Literal:
             return parts[0]
         if isinstance(kind, type) and issubclass(kind, BaseModel):

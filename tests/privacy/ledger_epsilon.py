@@ -26,13 +26,26 @@ def recompute(*paths, delta=None):
                 sigmas[plan["noise_multiplier"]] += between_steps
                 between_steps = False  # until a new session
                 continue
-            assert record["previous"] == (hashlib.sha256(lines[number - 1]).hexdigest() if number else "0" * 64)
-            between_steps = record["type"] in ("session", "done") or (between_steps and record["type"] == "checkpoint")
+            assert record["previous"] == (
+                hashlib.sha256(lines[number - 1]).hexdigest() if number else "0" * 64
+            )
+            between_steps = record["type"] in ("session", "done") or (
+                between_steps and record["type"] == "checkpoint"
+            )
             if record["type"] == "intent":
-                sigmas[round(sum((r["std"] / r["sensitivity"]) ** -2 for r in record["releases"]) ** -0.5, 9)] += 1
+                sigmas[
+                    round(
+                        sum((r["std"] / r["sensitivity"]) ** -2 for r in record["releases"])
+                        ** -0.5,
+                        9,
+                    )
+                ] += 1
         for sigma, count in sigmas.items():
             event = TruncatedSubsampledGaussianDpEvent(
-                plan["num_examples"], plan["sample_rate"], plan["cap"], sigma / (1 + plan["sensitivity_slack"])
+                plan["num_examples"],
+                plan["sample_rate"],
+                plan["cap"],
+                sigma / (1 + plan["sensitivity_slack"]),
             )
             accountant.compose(SelfComposedDpEvent(event, count), 1) if count else None
         delta, charged = delta or plan["target_delta"], charged + sum(sigmas.values())

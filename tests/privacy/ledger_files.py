@@ -13,9 +13,14 @@ from privacy.releases import step_releases
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
 NUMBERS = {
-    "num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0, "target_delta": 1e-5,
-    "reserved_attempts": 4, "sensitivity_slack": 1e-3,
-}  # fmt: skip
+    "num_examples": 2000,
+    "expected_batch_size": 100,
+    "num_steps": 6,
+    "noise_multiplier": 4.0,
+    "target_delta": 1e-5,
+    "reserved_attempts": 4,
+    "sensitivity_slack": 1e-3,
+}
 PLAN = make_plan(PlanRequest(**NUMBERS))
 RELEASE = {"name": "gradient", "std": 4.0, "sensitivity": 1.0}
 ENVIRONMENT = {"commit": "abc"}
@@ -59,7 +64,9 @@ def rechained(records):
     """A forger's work: changed records, with all numbers and hashes made to fit again."""
     lines = []
     for seq, record in enumerate(records):
-        fields = {k: v for k, v in record.items() if k not in ("seq", "type", "time_utc", "previous")}
+        fields = {
+            k: v for k, v in record.items() if k not in ("seq", "type", "time_utc", "previous")
+        }
         previous = hash_line(lines[-1]) if lines else "0" * 64
         lines.append(encode_line(seq, record["type"], record["time_utc"], previous, fields))
     return b"\n".join(lines) + b"\n"
@@ -67,7 +74,9 @@ def rechained(records):
 
 def break_ledger(run: Path) -> None:
     lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
-    (run / "ledger.jsonl").write_text("".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]]))
+    (run / "ledger.jsonl").write_text(
+        "".join([*lines[:2], lines[2].replace('"step":1', '"step":2'), *lines[3:]])
+    )
 
 
 def roll_back(run: Path) -> None:
@@ -81,7 +90,9 @@ def remove_ledger(run: Path) -> None:
 
 def foreign_ledger(run: Path) -> None:
     remove_ledger(run)
-    ledger = Ledger.create(run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32})
+    ledger = Ledger.create(
+        run / "ledger.jsonl", {"plan": PLAN.frozen_fields(), "key_commitment": "cd" * 32}
+    )
     ledger.start_session({"commit": "abc"})
     for step in (1, 2, 3):
         take_step(ledger, step)

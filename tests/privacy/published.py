@@ -35,10 +35,14 @@ PLAN = make_plan(PlanRequest(**ASKED))
 
 def sentences(found: dict[str, Any], outcome: str = "violated") -> str:
     """What the checks with this outcome say, a line each."""
-    return "\n".join(f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome)
+    return "\n".join(
+        f"{one['name']}: {one['sentence']}" for one in found["checks"] if one["outcome"] == outcome
+    )
 
 
-def config_of(plan: PrivacyPlan, owner: int | None = None, init: Mapping[str, Any] | None = None) -> str:
+def config_of(
+    plan: PrivacyPlan, owner: int | None = None, init: Mapping[str, Any] | None = None
+) -> str:
     """The recipe that asks for a plan, as far as the verifier reads it: that of a loop, or of the trainer, which has a model.
 
     Args:
@@ -46,9 +50,15 @@ def config_of(plan: PrivacyPlan, owner: int | None = None, init: Mapping[str, An
         init: the section of that name, where there is one; the trainer's names a checkpoint.
     """
     names = [
-        "expected_batch_size", "target_delta", "max_grad_norm", "reserved_attempts", "sampling", "arithmetic",
-        "clipping_function", "noise_multiplier" if plan.target_epsilon is None else "target_epsilon",
-    ]  # fmt: skip
+        "expected_batch_size",
+        "target_delta",
+        "max_grad_norm",
+        "reserved_attempts",
+        "sampling",
+        "arithmetic",
+        "clipping_function",
+        "noise_multiplier" if plan.target_epsilon is None else "target_epsilon",
+    ]
     asked: dict[str, Any] = {name: getattr(plan, name) for name in names}
     if plan.adaptive_clipping is not None:
         asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
@@ -57,7 +67,9 @@ def config_of(plan: PrivacyPlan, owner: int | None = None, init: Mapping[str, An
     lines += ["[train]", f"num_steps = {plan.num_steps}"]
     lines += ["[data]", 'provenance = "private"', f"num_examples = {plan.num_examples}"]
     lines += ["[model]", 'size = "tiny"'] if "checkpoint" in (init or {}) else []
-    lines += ["[init]", *(f"{key} = {json.dumps(value)}" for key, value in init.items())] if init else []
+    lines += (
+        ["[init]", *(f"{key} = {json.dumps(value)}" for key, value in init.items())] if init else []
+    )
     return "\n".join(["[privacy]", *lines])
 
 
@@ -84,7 +96,9 @@ def noised(plan: PrivacyPlan, std: float, step: int, part: float = 1.0) -> dict[
     stated = {"noised_norm": float(f"{part * scale * math.sqrt(COORDINATES):.9g}")}
     if plan.adaptive_clipping is not None:
         swing = part * plan.adaptive_clipping.unclipped_num_std * (-1) ** step
-        stated["noised_fraction"] = plan.adaptive_clipping.noised_fraction(swing, plan.expected_batch_size)
+        stated["noised_fraction"] = plan.adaptive_clipping.noised_fraction(
+            swing, plan.expected_batch_size
+        )
     return stated
 
 
@@ -96,7 +110,9 @@ def exponent_of(plan: PrivacyPlan, coordinates: int) -> int | None:
         return plan.lattice.exponent
     adaptive, sigma = plan.adaptive_clipping, plan.noise_multiplier
     sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
-    unit = Grid.of(coordinates, torch.float32, plan.max_batch_size, noise_multiplier=sigma).unit(plan.max_grad_norm)
+    unit = Grid.of(coordinates, torch.float32, plan.max_batch_size, noise_multiplier=sigma).unit(
+        plan.max_grad_norm
+    )
     return None if unit is None else unit.exponent
 
 
@@ -122,20 +138,34 @@ def publish(
     init, start = dict[str, Any](), {"kind": "random"}
     if behind:
         # Those of a common start stand once, behind all that started from it.
-        copies = {one.copy: one for run in reversed(behind) for one in reversed(ledgers_of_run(run))}
+        copies = {
+            one.copy: one for run in reversed(behind) for one in reversed(ledgers_of_run(run))
+        }
         opened["behind"] = keep_copies(folder, [*reversed(copies.values())])
         init = {"starts_from": [run.name for run in behind]}
     if behind and by_trainer:
         (run,) = behind
         before = read_ledger(run / "ledger.jsonl")
-        (manifest,) = (json.loads(path.read_text()) for path in run.glob("checkpoints/step-*/manifest.json"))
+        (manifest,) = (
+            json.loads(path.read_text()) for path in run.glob("checkpoints/step-*/manifest.json")
+        )
         spent = {"epsilon": before.epsilon(), "delta": before.plan.target_delta}
-        start = {"kind": "checkpoint", "run": run.name, "step": manifest["step"], "training_data": "private"}
+        start = {
+            "kind": "checkpoint",
+            "run": run.name,
+            "step": manifest["step"],
+            "training_data": "private",
+        }
         start |= {"guarantee": spent, "before_that": manifest["initialisation"]}
         init = {"checkpoint": run.name}
     (folder / "config.toml").write_text(config_of(plan, opened.get("max_examples_per_owner"), init))
     steps = plan.num_steps if steps is None else steps
-    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "commit": "c0ffee", **opened}
+    fields = {
+        "plan": plan.frozen_fields(),
+        "key_commitment": "ab" * 32,
+        "commit": "c0ffee",
+        **opened,
+    }
     fields |= {"noised_coordinates": COORDINATES, "sum_exponent": exponent_of(plan, COORDINATES)}
     bound = plan.max_grad_norm
     place = folder / "checkpoints" / f"step-{steps:08d}"
@@ -153,20 +183,31 @@ def publish(
             ledger.intent(step, attempt, releases)
             ledger.done(step, attempt, **stated)
             if plan.adaptive_clipping is not None:
-                bound = plan.adaptive_clipping.next_bound(bound, stated["noised_fraction"], plan.max_grad_norm)
+                bound = plan.adaptive_clipping.next_bound(
+                    bound, stated["noised_fraction"], plan.max_grad_norm
+                )
         seq, line_hash = ledger.position()
         manifest = {
-            "step": steps, "formal_guarantee": plan.formal_guarantee, "charged_attempts": steps + 1,
-            "ledger": {"seq": seq, "hash": line_hash}, "training_data": {"provenance": "private"},
+            "step": steps,
+            "formal_guarantee": plan.formal_guarantee,
+            "charged_attempts": steps + 1,
+            "ledger": {"seq": seq, "hash": line_hash},
+            "training_data": {"provenance": "private"},
             **({"initialisation": start} if by_trainer or not behind else {}),
             "files": {"weights.safetensors": hashlib.sha256(b"weights").hexdigest()},
-        }  # fmt: skip
+        }
         (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
-        ledger.checkpoint(steps, place.name, hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest())
+        ledger.checkpoint(
+            steps, place.name, hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()
+        )
         if steps == plan.num_steps:
             ledger.close("finished")
     claim = claim_of(folder, read_ledger(folder / "ledger.jsonl"))
-    last = {"step": steps, "privacy/charged_attempts": steps + 1, "privacy/epsilon": claim and claim[0]}
+    last = {
+        "step": steps,
+        "privacy/charged_attempts": steps + 1,
+        "privacy/epsilon": claim and claim[0],
+    }
     (folder / "metrics.jsonl").write_text(json.dumps(last) + "\n")
     if with_card:
         write_card(folder, build_card(folder))
@@ -183,7 +224,9 @@ def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
         manifest = folder / "checkpoints" / str(record.get("path")) / "manifest.json"
         if record["type"] == "checkpoint" and manifest.exists():
             last = hash_line(rechained(records[:number]).splitlines()[-1])
-            content = json.loads(manifest.read_text()) | {"ledger": {"seq": number - 1, "hash": last}}
+            content = json.loads(manifest.read_text()) | {
+                "ledger": {"seq": number - 1, "hash": last}
+            }
             manifest.write_text(json.dumps(sealed(content)))
             record["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     path.write_bytes(rechained(records))
@@ -191,9 +234,14 @@ def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
     card = folder / "report" / "privacy_card.json"
     if card.exists():
         content = json.loads(card.read_text())
-        content["provenance"]["ledger"] |= {"lines": len(lines), "last_line_sha256": hash_line(lines[-1])}
+        content["provenance"]["ledger"] |= {
+            "lines": len(lines),
+            "last_line_sha256": hash_line(lines[-1]),
+        }
         kinds = [record["type"] for record in records]
-        content["provenance"]["sessions"] = content["provenance"]["sessions"][: kinds.count("session")]
+        content["provenance"]["sessions"] = content["provenance"]["sessions"][
+            : kinds.count("session")
+        ]
         content["released"]["checkpoints_recorded"] = kinds.count("checkpoint")
         if manifests := sorted((folder / "checkpoints").glob("step-*/manifest.json")):
             digest = hashlib.sha256(manifests[-1].read_bytes()).hexdigest()

@@ -45,7 +45,10 @@ GRID = [
 
 @pytest.mark.parametrize(
     ("group", "delta"),
-    [pytest.param(*case, marks=[] if number == 26 else pytest.mark.full) for number, case in enumerate(GRID)],
+    [
+        pytest.param(*case, marks=[] if number == 26 else pytest.mark.full)
+        for number, case in enumerate(GRID)
+    ],
 )
 def test_contract_10_accountants_agree(group, delta):
     """RDP >= PLD >= PRV lower, and PLD is at most 1 % above the PRV upper bound; PRV may fail at huge epsilon only."""
@@ -71,7 +74,9 @@ def test_dpcap_point_against_published_numbers():
 
 def test_contract_2_the_cap_is_charged_and_eight_deviations_are_free():
     free = ReleaseGroup(B / N, 0.728, T, N, usual_cap(B))
-    assert epsilon_pld([free], DELTA, 1e-3) == pytest.approx(epsilon_pld([DPCAP], DELTA, 1e-3), abs=2e-3)
+    assert epsilon_pld([free], DELTA, 1e-3) == pytest.approx(
+        epsilon_pld([DPCAP], DELTA, 1e-3), abs=2e-3
+    )
     tight = ReleaseGroup(B / N, 0.728, T, N, B)
     assert epsilon_pld([tight], DELTA, 1e-2) > 50
 
@@ -109,10 +114,16 @@ def test_nothing_released_and_no_noise():
 
 def test_pld_is_refused_below_delta_1e_12_and_rdp_takes_over():
     group = ReleaseGroup(0.05, 1.0, 100)
-    for function in (epsilon_pld, epsilon_replace_one, lambda groups, delta: epsilon_group(groups, delta, 2)):
+    for function in (
+        epsilon_pld,
+        epsilon_replace_one,
+        lambda groups, delta: epsilon_group(groups, delta, 2),
+    ):
         with pytest.raises(PrivacyConfigError, match="RDP"):
             function([group], 9e-13)
-    assert epsilon([group], 9e-13) == epsilon_rdp([group], 9e-13) > epsilon_pld([group], 1e-12, 1e-3)
+    assert (
+        epsilon([group], 9e-13) == epsilon_rdp([group], 9e-13) > epsilon_pld([group], 1e-12, 1e-3)
+    )
 
 
 def test_cap_overflow_is_charged_in_delta_for_rdp():
@@ -133,7 +144,9 @@ def test_table_bounds_every_count_and_is_monotone(cap):
     assert values[0] == 0 and all(a <= b for a, b in itertools.pairwise(values))
     for count in (1, 9):
         exact = epsilon_pld([group.without_cap().times(count)], 1e-5)
-        later = epsilon_pld([group.without_cap().times(count + 1)], 1e-5)  # the grid's stride is 1 here
+        later = epsilon_pld(
+            [group.without_cap().times(count + 1)], 1e-5
+        )  # the grid's stride is 1 here
         assert exact - 1e-6 <= values[count] <= later + 1e-3
     assert values[10] == table.exact(10) and values[13] == table.exact(13)
     assert table.epsilon(14) == table.exact(14) > values[13]
@@ -155,7 +168,13 @@ def test_table_uses_the_capped_distribution_where_overflow_is_not_negligible(mon
 
 
 def test_bad_groups_are_refused():
-    for bad in ((1.1, 1.0, 1), (0.1, -1.0, 1), (0.1, 1.0, -1), (0.1, float("nan"), 1), (0.1, 1.0, 1, None, 5)):
+    for bad in (
+        (1.1, 1.0, 1),
+        (0.1, -1.0, 1),
+        (0.1, 1.0, -1),
+        (0.1, float("nan"), 1),
+        (0.1, 1.0, 1, None, 5),
+    ):
         with pytest.raises(PrivacyConfigError):
             ReleaseGroup(*bad)
     for delta in (0.0, 1.0, -1e-5):
@@ -213,7 +232,9 @@ def test_dpcap_point_with_cap_reserve_and_slack_within_the_time_limit():
 def test_smallest_sigma_below_the_target(group, delta, target, slack):
     result = calibrate_noise_multiplier(group, delta, target, sensitivity_slack=slack)
     sigma = effective_noise_multiplier(result.noise_multiplier, slack)
-    value = epsilon([ReleaseGroup(group.sample_rate, sigma, group.count, group.num_examples, group.cap)], delta)
+    value = epsilon(
+        [ReleaseGroup(group.sample_rate, sigma, group.count, group.num_examples, group.cap)], delta
+    )
     assert value == result.epsilon
     assert target - 1e-3 <= value <= target
     assert not result.clamped

@@ -43,6 +43,8 @@ print(json.dumps({"default": default, "kept": faults(lambda: None), "given back"
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's")
 def test_the_next_step_touches_no_new_pages(tmp_path: Path) -> None:
     (tmp_path / "count.py").write_text(COUNT)
-    faults = json.loads(run_python([tmp_path / "count.py"], env=quiet_environment(PYTHONPATH=str(ROOT))).stdout)
+    faults = json.loads(
+        run_python([tmp_path / "count.py"], env=quiet_environment(PYTHONPATH=str(ROOT))).stdout
+    )
     assert faults["kept"] < 0.05 * faults["default"], faults
     assert faults["kept"] < 0.05 * faults["given back"], faults

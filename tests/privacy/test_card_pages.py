@@ -25,13 +25,49 @@ from tests.privacy.cards import full_card
 
 SCHEMA = Path(__file__).parents[2] / "docs/schemas/privacy_card.schema.json"
 
-MARKS = st.text(st.sampled_from("\\`*_{}[]()<>#+-=.!|~&;:\"'/ \n\t\r1aZ\x00\x0b\u200b\u202eé"), min_size=1)
+MARKS = st.text(
+    st.sampled_from("\\`*_{}[]()<>#+-=.!|~&;:\"'/ \n\t\r1aZ\x00\x0b\u200b\u202eé"), min_size=1
+)
 NASTY = (
-    "<script>alert(1)</script>", "a | b", "\\|", "\\", "`", "``a`` | b", "**", "__a__", "_", "[x](javascript:alert(1))",
-    "![x](http://a.b/c)", "<http://a.b>", "&lt;b&gt;", "&#60;", "# 1", "1. a", "1)", "- a", "---", "===", "~~~", "> a",
-    "* a", "+", "a\n\n## 99. b", "a\n| --- |", "</td></table>", "{{ 1 }}", "{% if %}", "a  ", "#", "a #", "http://a.b",
-    '" onload="x', "<!-- a", "<![CDATA[", "\u202eabc", "consistent",
-)  # fmt: skip
+    "<script>alert(1)</script>",
+    "a | b",
+    "\\|",
+    "\\",
+    "`",
+    "``a`` | b",
+    "**",
+    "__a__",
+    "_",
+    "[x](javascript:alert(1))",
+    "![x](http://a.b/c)",
+    "<http://a.b>",
+    "&lt;b&gt;",
+    "&#60;",
+    "# 1",
+    "1. a",
+    "1)",
+    "- a",
+    "---",
+    "===",
+    "~~~",
+    "> a",
+    "* a",
+    "+",
+    "a\n\n## 99. b",
+    "a\n| --- |",
+    "</td></table>",
+    "{{ 1 }}",
+    "{% if %}",
+    "a  ",
+    "#",
+    "a #",
+    "http://a.b",
+    '" onload="x',
+    "<!-- a",
+    "<![CDATA[",
+    "\u202eabc",
+    "consistent",
+)
 
 
 class Page(HTMLParser):
@@ -75,7 +111,9 @@ def _examples(test):  # type: ignore[no-untyped-def]
 
 @_examples
 @given(MARKS | st.text(min_size=1), st.booleans())
-def test_any_text_and_any_name_of_a_value_shows_as_it_is_and_changes_nothing_else(text: str, with_head: bool) -> None:
+def test_any_text_and_any_name_of_a_value_shows_as_it_is_and_changes_nothing_else(
+    text: str, with_head: bool
+) -> None:
     shown = one_line(text)
     if shown in ("", "consistent") or text in ("start", "method", "num_classes", "covers"):
         return  # a verdict that stands out less than the others; names that a card has
@@ -121,17 +159,23 @@ def test_the_page_fetches_nothing_and_says_what_the_markdown_says() -> None:
     within = {value for name, value in attributes if name == "id"}
     assert len(within) == sum(name == "id" for name, _ in attributes), "no id comes twice"
     assert all(source[1:] in within for source in sources)
-    assert {target.strip('"') for target in re.findall(r"url\((.*?)\)", page)} <= {f"#{name}" for name in within}
+    assert {target.strip('"') for target in re.findall(r"url\((.*?)\)", page)} <= {
+        f"#{name}" for name in within
+    }
 
     def letters(text: str) -> str:
         return re.sub(r"[\s*|`#>\\-]", "", html.unescape(text))
 
-    text = re.sub(r"(?s)<figure.*?</figure>", "", to_html(card).partition("<main")[2].partition(">")[2])
+    text = re.sub(
+        r"(?s)<figure.*?</figure>", "", to_html(card).partition("<main")[2].partition(">")[2]
+    )
     shown = Page(text).text
     assert letters(shown) == letters(to_markdown(card))
 
 
-@pytest.mark.parametrize(("template", "with_head"), [("card", False), ("methods", False), ("methods", True)])
+@pytest.mark.parametrize(
+    ("template", "with_head"), [("card", False), ("methods", False), ("methods", True)]
+)
 def test_every_number_on_a_page_is_in_the_json(template: str, with_head: bool) -> None:
     card, leaves = full_card("word", with_head=with_head), list[Any]()
 
@@ -152,17 +196,29 @@ def test_every_number_on_a_page_is_in_the_json(template: str, with_head: bool) -
         elif isinstance(value, str):
             allowed |= set(NUMBER.findall(value))
     templates = Path(render.__file__).parent / "templates"
-    fixed = (templates / f"{template}.md.j2").read_text() + (templates / "statements.toml").read_text()
+    fixed = (templates / f"{template}.md.j2").read_text() + (
+        templates / "statements.toml"
+    ).read_text()
     allowed |= set(NUMBER.findall(re.sub(r"(?s)\{\{.*?\}\}|\{%.*?%\}", " ", fixed)))
     found = set(NUMBER.findall(to_markdown(card, f"{template}.md.j2")))
-    assert len(found) > (30 if template == "card" else 3) and found <= allowed and rounded_up(1.25) in found
+    assert (
+        len(found) > (30 if template == "card" else 3)
+        and found <= allowed
+        and rounded_up(1.25) in found
+    )
 
 
-def test_the_plot_draws_the_numbers_of_the_card_and_contract_11_there_is_none_without_a_claim() -> None:
+def test_the_plot_draws_the_numbers_of_the_card_and_contract_11_there_is_none_without_a_claim() -> (
+    None
+):
     card = full_card("word")
     attack = card.accounting.attack
     assert attack is not None
-    with patch.object(Axes, "semilogx") as curves, patch.object(Axes, "plot") as dots, patch.object(Axes, "legend"):
+    with (
+        patch.object(Axes, "semilogx") as curves,
+        patch.object(Axes, "plot") as dots,
+        patch.object(Axes, "legend"),
+    ):
         render.trade_off(card)
     assert list(zip(*curves.call_args_list[0].args, strict=True)) == list(attack.curve)
     found = zip(*dots.call_args.args[:2], strict=True)
@@ -178,7 +234,9 @@ def test_the_plot_draws_the_numbers_of_the_card_and_contract_11_there_is_none_wi
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
-    assert SCHEMA.read_text() == schema_text(), "python -m privacy.card.model > docs/schemas/privacy_card.schema.json"
+    assert SCHEMA.read_text() == schema_text(), (
+        "python -m privacy.card.model > docs/schemas/privacy_card.schema.json"
+    )
 
 
 def test_the_schema_describes_every_key_and_takes_no_other() -> None:
@@ -204,20 +262,30 @@ EPSILONS = [name for name in Accounting.model_fields if "epsilon" in name] + ["a
 
 
 @pytest.mark.parametrize("field", EPSILONS)
-def test_contract_11_a_card_without_a_guarantee_cannot_hold_what_is_computed_from_epsilon(field: str) -> None:
+def test_contract_11_a_card_without_a_guarantee_cannot_hold_what_is_computed_from_epsilon(
+    field: str,
+) -> None:
     formal = full_card("a name")
     value = getattr(formal.accounting, field)
     assert value not in (None, ()), "the card of the test holds everything"
     bare = formal.accounting.updated(**dict.fromkeys(EPSILONS) | {"epsilon_group": {}})
-    informal = formal.updated(formal_guarantee=False, reasons=("why",), epsilon=None, accounting=bare, composition=None)
-    claims = {"accounting": bare.updated(**{field: value}), "epsilon": 1.0, "composition": formal.composition}
+    informal = formal.updated(
+        formal_guarantee=False, reasons=("why",), epsilon=None, accounting=bare, composition=None
+    )
+    claims = {
+        "accounting": bare.updated(**{field: value}),
+        "epsilon": 1.0,
+        "composition": formal.composition,
+    }
     for name, claim in claims.items():
         with pytest.raises(ValidationError, match="holds no epsilon"):
             informal.updated(**{name: claim})
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_an_epsilon_that_is_no_number_is_null_and_any_other_such_number_is_refused(value: float) -> None:
+def test_an_epsilon_that_is_no_number_is_null_and_any_other_such_number_is_refused(
+    value: float,
+) -> None:
     card = full_card("a name")
     assert card.updated(epsilon=value).epsilon is None
     with pytest.raises(ValidationError):

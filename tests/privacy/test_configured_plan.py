@@ -29,13 +29,17 @@ RECIPES: dict[str, tuple[str, ...]] = {
 
 def planned(*overrides: str) -> tuple[RunConfig, PrivacyPlan]:
     """A recipe, and the plan that its ledger states."""
-    recipe = "recipes/quickstart.toml" if any("target_epsilon" in one for one in overrides) else RECIPE
+    recipe = (
+        "recipes/quickstart.toml" if any("target_epsilon" in one for one in overrides) else RECIPE
+    )
     config = load_config(ROOT / recipe, [*overrides])
     return config, make_plan(config.privacy.request(config.train.num_steps, 3000))
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_an_honest_run_fits_and_any_changed_field_is_found(name: str, tmp_path: Path, no_fsync: None) -> None:
+def test_an_honest_run_fits_and_any_changed_field_is_found(
+    name: str, tmp_path: Path, no_fsync: None
+) -> None:
     config, plan = planned(*RECIPES[name])
     recipe = tomllib.loads(to_toml(config))
 
@@ -47,10 +51,14 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(name: str, tmp_path: 
 
     judge(plan)
     changes: list[dict[str, Any]] = [
-        {"noise_multiplier": plan.noise_multiplier * (1 + 1e-9)}, {"max_grad_norm": 2.0}, {"num_steps": 3},
-        {"expected_batch_size": 12, "cap": None}, {"target_delta": 1e-4}, {"reserved_attempts": 7},
+        {"noise_multiplier": plan.noise_multiplier * (1 + 1e-9)},
+        {"max_grad_norm": 2.0},
+        {"num_steps": 3},
+        {"expected_batch_size": 12, "cap": None},
+        {"target_delta": 1e-4},
+        {"reserved_attempts": 7},
         {"enabled": False, "adaptive_clipping": None},
-    ]  # fmt: skip
+    ]
     if name == "adaptive":
         changes += [{"adaptive_clipping": None}]
         changes += [{"adaptive_clipping": replace(plan.adaptive_clipping, unclipped_num_std=9.0)}]

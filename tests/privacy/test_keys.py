@@ -82,14 +82,22 @@ def test_known_answers_pin_the_derivation():
     """A change of any info string would change the coins of every existing run."""
     key = SamplingKey(bytes(32))
     assert key.commitment() == "889564b905a0496061356620774168b4c5650d85297572c9ebff4961c477568b"
-    assert key.coin_key(NONCE, 1).hex() == "bf81f094abf0891a74a914cc56e5c770a436ade6ac5b3cb5dbe67f1ceacd90c9"
-    assert key.example_key(NONCE, 1).hex() == "8d13ac4e33d50508cd326cc99f1ae80ad028f99aac795fd42bd9fbe69e0f7b29"
+    assert (
+        key.coin_key(NONCE, 1).hex()
+        == "bf81f094abf0891a74a914cc56e5c770a436ade6ac5b3cb5dbe67f1ceacd90c9"
+    )
+    assert (
+        key.example_key(NONCE, 1).hex()
+        == "8d13ac4e33d50508cd326cc99f1ae80ad028f99aac795fd42bd9fbe69e0f7b29"
+    )
     assert key.hmac(b"data") == "337496fa799df2da7aacd9ed7ea4cec7802647c41572bfbcf860759158b68225"
 
 
 def test_staged_key_survives_a_crash_at_every_point(tmp_path):
     path = tmp_path / "sampling.key"
-    SamplingKey.stage(path)  # crash before the ledger: nothing has used it, the next start replaces it
+    SamplingKey.stage(
+        path
+    )  # crash before the ledger: nothing has used it, the next start replaces it
     key = SamplingKey.stage(path)
     with pytest.raises(PrivacyStateRefused):
         SamplingKey.load(path)
@@ -99,7 +107,9 @@ def test_staged_key_survives_a_crash_at_every_point(tmp_path):
     assert loaded.commitment() == key.commitment() and not path.exists(), "reading gives no name"
     SamplingKey.publish(path)
     assert SamplingKey.load(path, key.commitment()).commitment() == key.commitment()
-    SamplingKey.create(tmp_path / "sampling.key.staged")  # of a start before this one, from a backup
+    SamplingKey.create(
+        tmp_path / "sampling.key.staged"
+    )  # of a start before this one, from a backup
     SamplingKey.publish(path)
     assert SamplingKey.load(path, key.commitment()).commitment() == key.commitment()
     with pytest.raises(PrivacyStateRefused, match="without its ledger"):

@@ -45,7 +45,9 @@ def test_contract_12_every_record_repeats_the_time_of_the_first(tmp_path):
         ledger.start_session(ENVIRONMENT)
         take_step(ledger, 4)
         ledger.close("stopped")
-    records = [json.loads(line) for line in path.read_bytes().splitlines() if not line.endswith(b"#torn")]
+    records = [
+        json.loads(line) for line in path.read_bytes().splitlines() if not line.endswith(b"#torn")
+    ]
     assert {"repair", "session", "close"} <= {record["type"] for record in records}
     (opened,) = {record["time_utc"] for record in records}
     assert datetime.fromisoformat(opened).timestamp() < time.time() - 1.1
@@ -111,7 +113,9 @@ def test_illegal_records_are_not_written(tmp_path, call, match):
     take_step(ledger, 2)  # and the ledger goes on
 
 
-def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_recomputation(tmp_path):
+def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_recomputation(
+    tmp_path,
+):
     path = written(tmp_path)
     with Ledger.open(path) as ledger:
         ledger.start_session(ENVIRONMENT)
@@ -133,8 +137,12 @@ def test_contract_10_epsilon_comes_from_the_ledger_and_equals_an_independent_rec
 
 
 def test_contract_11_no_epsilon_without_a_formal_guarantee(tmp_path):
-    plan = make_plan(PlanRequest(num_examples=100, expected_batch_size=10, num_steps=3, noise_multiplier=0.0))
-    ledger = Ledger.create(tmp_path / "l", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32})
+    plan = make_plan(
+        PlanRequest(num_examples=100, expected_batch_size=10, num_steps=3, noise_multiplier=0.0)
+    )
+    ledger = Ledger.create(
+        tmp_path / "l", {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32}
+    )
     ledger.start_session({})
     ledger.intent(1, 0, [{"name": "gradient", "std": 0.0, "sensitivity": 1.0}])
     assert ledger.state.epsilon() is None and ledger.num_charged == 1
@@ -144,7 +152,9 @@ def test_contract_11_no_epsilon_without_a_formal_guarantee(tmp_path):
 
 
 def _state(tmp_path, plan=PLAN, data=b"manifest", **more):
-    return open_run_state(tmp_path / "ledger.jsonl", tmp_path / "sampling.key", plan, data_manifest=data, **more)
+    return open_run_state(
+        tmp_path / "ledger.jsonl", tmp_path / "sampling.key", plan, data_manifest=data, **more
+    )
 
 
 def test_run_state_is_created_once_and_reopened(tmp_path):
@@ -153,14 +163,17 @@ def test_run_state_is_created_once_and_reopened(tmp_path):
     again, same = _state(tmp_path)
     assert same.commitment() == key.commitment() == again.state.opened["key_commitment"]
     content = (tmp_path / "ledger.jsonl").read_bytes()
-    assert (tmp_path / "sampling.key").read_bytes().hex().encode() not in content and b"manifest" not in content
+    assert (
+        tmp_path / "sampling.key"
+    ).read_bytes().hex().encode() not in content and b"manifest" not in content
 
 
 def test_run_state_refuses_what_does_not_fit(tmp_path):
     ledger, _ = _state(tmp_path)
     ledger.release()
     with pytest.raises(
-        PrivacyConfigError, match="frozen, so give the old value or another run folder: noise_multiplier was 4"
+        PrivacyConfigError,
+        match="frozen, so give the old value or another run folder: noise_multiplier was 4",
     ):
         _state(tmp_path, plan=replace(PLAN, noise_multiplier=5.0))
     with pytest.raises(PrivacyConfigError, match="data"):

@@ -40,16 +40,53 @@ from tests.privacy.ledger_files import (
 )
 
 VALUES = (
-    None, True, False, 0, 1, -1, 7, 10**400, 0.5, -0.5, 1.5, 1e308, -1e308, "", "x", "00" * 32, "00" * 16, "FF" * 32,
-    [], [[]], [1], ["x"], {}, {"a": 1}, {"name": "x"},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    7,
+    10**400,
+    0.5,
+    -0.5,
+    1.5,
+    1e308,
+    -1e308,
+    "",
+    "x",
+    "00" * 32,
+    "00" * 16,
+    "FF" * 32,
+    [],
+    [[]],
+    [1],
+    ["x"],
+    {},
+    {"a": 1},
+    {"name": "x"},
+)
 FREE = {"environment", "head"}
 """Objects whose content is nobody's business here."""
 MAY_LACK = {
-    "data_hmac", "commit", "accountant", "unit", "shared_ledger", "max_examples_per_owner", "restarted_from_step_0",
-    "informal_runs", "mirror",
-}  # fmt: skip
-OPTIONAL = {"target_epsilon", "cap", "adaptive_clipping", "shared_ledger", "max_examples_per_owner", "num_examples"}
+    "data_hmac",
+    "commit",
+    "accountant",
+    "unit",
+    "shared_ledger",
+    "max_examples_per_owner",
+    "restarted_from_step_0",
+    "informal_runs",
+    "mirror",
+}
+OPTIONAL = {
+    "target_epsilon",
+    "cap",
+    "adaptive_clipping",
+    "shared_ledger",
+    "max_examples_per_owner",
+    "num_examples",
+}
 
 
 def require_both_refuse(path, match=r"line \d+: "):
@@ -67,7 +104,10 @@ def test_every_edited_byte_is_refused(tmp_path):
         changed = bytearray(data)
         changed[position] ^= 0x01
         path.write_bytes(bytes(changed))
-        for read, error in ((read_ledger, PrivacyStateRefused), (verify.read_ledger, verify.Violated)):
+        for read, error in (
+            (read_ledger, PrivacyStateRefused),
+            (verify.read_ledger, verify.Violated),
+        ):
             try:
                 read(path)
             except error:
@@ -83,7 +123,11 @@ def test_removed_reordered_duplicated_and_inserted_lines_are_refused(tmp_path):
         variants = [lines[: index + 1] + lines[index:], [*lines[:index], b"\n", *lines[index:]]]
         if index < len(lines) - 1:
             swapped = [*lines[:index], lines[index + 1], lines[index], *lines[index + 2 :]]
-            variants += [lines[:index] + lines[index + 1 :], swapped, [*lines[:index], b"{}\n", *lines[index:]]]
+            variants += [
+                lines[:index] + lines[index + 1 :],
+                swapped,
+                [*lines[:index], b"{}\n", *lines[index:]],
+            ]
         for variant in variants:
             path.write_bytes(b"".join(variant))
             require_both_refuse(path)
@@ -93,10 +137,22 @@ def test_non_canonical_lines_are_refused(tmp_path):
     path = written(tmp_path, steps=0)
     line = path.read_bytes().splitlines(keepends=True)[0]
     for content in (
-        line.replace(b":0,", b": 0,", 1), line[:-2] + b" }\n", b" " + line, line.replace(b"\n", b"\r\n"),
-        b"", b"\n", b"garbage\n", b"[1]\n", b'"text"\n', b"NaN\n", line[:-1], b"\xff\xfe\n", b"x" + TORN_MARK + b"\n",
-        line.replace(b'"format":1', b'"format":1,"format":1'), b"[" * 100_000 + b"]" * 100_000 + b"\n",
-    ):  # fmt: skip
+        line.replace(b":0,", b": 0,", 1),
+        line[:-2] + b" }\n",
+        b" " + line,
+        line.replace(b"\n", b"\r\n"),
+        b"",
+        b"\n",
+        b"garbage\n",
+        b"[1]\n",
+        b'"text"\n',
+        b"NaN\n",
+        line[:-1],
+        b"\xff\xfe\n",
+        b"x" + TORN_MARK + b"\n",
+        line.replace(b'"format":1', b'"format":1,"format":1'),
+        b"[" * 100_000 + b"]" * 100_000 + b"\n",
+    ):
         path.write_bytes(content)
         require_both_refuse(path, "line 1: ")
 
@@ -150,7 +206,10 @@ def test_contract_9_torn_writes_at_every_byte_of_the_last_line(every, tmp_path, 
         charged = charged_before + (kind not in ("session", "done"))
         for end in (*range(start + 1, len(data) - 1, every), len(data) - 1):
             path.write_bytes(data[:end])
-            assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == charged, (kind, end - start)
+            assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == charged, (
+                kind,
+                end - start,
+            )
             with Ledger.open(path) as ledger:
                 assert ledger.num_charged == charged
                 ledger.start_session(ENVIRONMENT)
@@ -175,13 +234,25 @@ def test_contract_9_an_edited_last_line_forgets_no_charge(tmp_path, no_fsync):
     start = data.rindex(b"\n", 0, -1) + 1
     line, kinds = data[start:-1], (b"session", b"done", b"checkpoint", b"repair", b"open", b"close")
     others = [line.replace(b'"intent"', b'"%s"' % kind) for kind in kinds]
-    for torn in (*others, line, b"x", b"\0" * 99, b"\0" * 9 + line[9:], line[:30], b"d", b'{"seq":4,"type":"done"'):
+    for torn in (
+        *others,
+        line,
+        b"x",
+        b"\0" * 99,
+        b"\0" * 9 + line[9:],
+        line[:30],
+        b"d",
+        b'{"seq":4,"type":"done"',
+    ):
         for end in (b"", TORN_MARK, TORN_MARK + b"\n", b"\n"):
             path.write_bytes(data[:start] + torn + end)
             if end == b"\n" and torn not in (line, b"\0" * 99, b"\0" * 9 + line[9:]):
                 require_both_refuse(path, "line 5: ")
                 continue
-            assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == 2, (torn, end)
+            assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == 2, (
+                torn,
+                end,
+            )
             with Ledger.open(path) as ledger:
                 assert ledger.num_charged == 2
 
@@ -213,7 +284,12 @@ def test_only_the_exact_form_of_a_repair_is_accepted(tmp_path):
     def forged(**changes):
         return encode_line(*header, record | changes) + b"\n"
 
-    other = encode_line(header[0], "session", header[2], header[3], {"nonce": "00" * 16, "mirror": False}) + b"\n"
+    other = (
+        encode_line(
+            header[0], "session", header[2], header[3], {"nonce": "00" * 16, "mirror": False}
+        )
+        + b"\n"
+    )
     for variant in (
         [torn.replace(TORN_MARK, b""), repair],
         [torn.replace(b"inte", b"int"), repair],
@@ -226,7 +302,9 @@ def test_only_the_exact_form_of_a_repair_is_accepted(tmp_path):
     ):
         path.write_bytes(b"".join([*lines[:-2], *variant]))
         require_both_refuse(path)
-    path.write_bytes(b"".join([*lines[:-2], torn]))  # the crash between the torn line's end and its repair
+    path.write_bytes(
+        b"".join([*lines[:-2], torn])
+    )  # the crash between the torn line's end and its repair
     Ledger.open(path).release()
 
 
@@ -273,7 +351,9 @@ def test_file_changed_behind_our_back(tmp_path):
             ledger.start_session(ENVIRONMENT)
 
 
-def test_a_ledger_that_another_program_has_open_is_refused_after_some_patience(tmp_path, monkeypatch):
+def test_a_ledger_that_another_program_has_open_is_refused_after_some_patience(
+    tmp_path, monkeypatch
+):
     path = written(tmp_path)
     monkeypatch.setattr(privacy.ledger.ledger, "LOCK_PATIENCE", 0.1)
     with Ledger.open(path) as ledger:
@@ -291,7 +371,9 @@ def test_create_is_all_or_nothing(tmp_path, monkeypatch):
     path = tmp_path / "ledger.jsonl"
     for name in ("write", "fsync", "link"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, lambda *_args: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+            patch.setattr(
+                os, name, lambda *_args: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))
+            )
             with pytest.raises(PrivacyStateRefused, match="cannot create"):
                 Ledger.create(path, open_fields())
         assert not path.exists()
@@ -309,9 +391,15 @@ def test_mirror_shorter_by_any_number_of_bytes_is_completed(tmp_path, no_fsync):
     last = whole.rindex(b"\n", 0, -1) + 1
     for end in (*range(0, last, 50), *range(last, len(whole), 4), len(whole) - 1):
         half = (len(whole) - end) // 2
-        for copied in (whole[:end], whole[:end] + bytes(half), whole[:end] + bytes(half) + whole[end + half :]):
+        for copied in (
+            whole[:end],
+            whole[:end] + bytes(half),
+            whole[:end] + bytes(half) + whole[end + half :],
+        ):
             mirror.write_bytes(copied)
-            if copied == whole or end >= last:  # a crash may leave zeros where the last write had come to nothing
+            if (
+                copied == whole or end >= last
+            ):  # a crash may leave zeros where the last write had come to nothing
                 Ledger.open(path, mirror).release()
                 assert mirror.read_bytes() == whole
             else:
@@ -411,19 +499,24 @@ ILLEGAL = {
     "another release": (change(5, releases=[{**RELEASE, "name": "weights"}]), "line 5: "),
     "more noise": (change(5, releases=[{**RELEASE, "std": 4.01}]), "line 5: gradient states"),
     "no release": (change(5, releases=[]), "line 5: an intent lists its releases"),
-    "half of a character": (change(2, environment={"commit": "\ud800"}), "line 2: .*no.* ledger record"),
+    "half of a character": (
+        change(2, environment={"commit": "\ud800"}),
+        "line 2: .*no.* ledger record",
+    ),
     "a smaller rate": (plan_of(sample_rate=0.01), "line 1: "),
     "a smaller threshold": (plan_of(sampling_threshold="1"), "line 1: "),
     "a smaller batch": (plan_of(expected_batch_size=50), "line 1: "),
     "fewer steps": (plan_of(num_steps=2), "line 9: step"),
     "another adjacency": (plan_of(adjacency="replace_one"), "line 1: "),
     "a claim without grounds": (plan_of(enabled=False), "line 1: "),
-}  # fmt: skip
+}
 """Edits, and the line that both readers refuse; None where verify.py alone does."""
 
 
 @pytest.mark.parametrize("name", ILLEGAL)
-def test_a_ledger_that_no_honest_program_writes_is_refused_by_both_readers(name, tmp_path, no_fsync):
+def test_a_ledger_that_no_honest_program_writes_is_refused_by_both_readers(
+    name, tmp_path, no_fsync
+):
     with create(tmp_path) as ledger:
         ledger.start_session(ENVIRONMENT)
         take_step(ledger, 1)
@@ -448,9 +541,13 @@ def test_a_ledger_that_no_honest_program_writes_is_refused_by_both_readers(name,
 def run(tmp_path, no_fsync):
     """A run's ledger with a record of every type."""
     fields = open_fields() | {
-        "data_hmac": "cd" * 32, "commit": "abc", "accountant": "dp 1", "unit": "one example", "shared_ledger": "ef" * 32,
+        "data_hmac": "cd" * 32,
+        "commit": "abc",
+        "accountant": "dp 1",
+        "unit": "one example",
+        "shared_ledger": "ef" * 32,
         "max_examples_per_owner": 3,
-    }  # fmt: skip
+    }
     path = tmp_path / "ledger.jsonl"
     with Ledger.create(path, fields) as ledger:
         ledger.start_session(ENVIRONMENT)
@@ -469,7 +566,9 @@ def run(tmp_path, no_fsync):
 def owner(tmp_path, no_fsync):
     """A shared ledger with a record of every type."""
     path = tmp_path / "owner.jsonl"
-    shared = SharedLedger.create(path, epsilon=2.0, delta=1e-5, informal_runs=True, mirror=tmp_path / "mirror.jsonl")
+    shared = SharedLedger.create(
+        path, epsilon=2.0, delta=1e-5, informal_runs=True, mirror=tmp_path / "mirror.jsonl"
+    )
     shared.freeze_grid("study", {"point": "12"}, begun=False)
     for run, plan in (("a" * 64, PLAN), ("b" * 64, replace(PLAN, informal_reasons=("a test",)))):
         with shared.joined(run, "run", plan):
@@ -477,7 +576,9 @@ def owner(tmp_path, no_fsync):
     with shared.locked() as chain:
         chain.mend()
         for kind in ("start", "at", "close"):
-            chain.append(kind, "2026-01-01T00:00:00", {"run": "a" * 64, "position": 3, "hash": "ab" * 32})
+            chain.append(
+                kind, "2026-01-01T00:00:00", {"run": "a" * 64, "position": 3, "hash": "ab" * 32}
+            )
     return path
 
 
@@ -510,7 +611,11 @@ def forgeries(lines):
             continue
         record = json.loads(line)
         changes = [(("unheard",), None, 1)]
-        changes += [(path, inside(record, path), new) for path in places(record) for new in (*VALUES, "removed")]
+        changes += [
+            (path, inside(record, path), new)
+            for path in places(record)
+            for new in (*VALUES, "removed")
+        ]
         for path, old, new in changes:
             if kind_of(new) == kind_of(old) and new == old:
                 continue
@@ -518,7 +623,11 @@ def forgeries(lines):
             inside(fields, path[:-1])[path[-1]] = new
             if new == "removed":
                 del inside(fields, path[:-1])[path[-1]]
-            kind, time_utc, previous = record["type"], fields.pop("time_utc", None), record["previous"]
+            kind, time_utc, previous = (
+                record["type"],
+                fields.pop("time_utc", None),
+                record["previous"],
+            )
             for name in ("seq", "type", "previous"):
                 del fields[name]
             forged = encode_line(number, kind, time_utc, previous, fields)
@@ -536,7 +645,9 @@ def may_be_accepted(kind, path, old, new):
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", ["run", "owner"])
-def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_error(run, owner, which, every):
+def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_error(
+    run, owner, which, every
+):
     """verify.py refuses every line of a run that the library refuses."""
     path, state_of = (run, LedgerState) if which == "run" else (owner, SharedState)
     lines, count = path.read_bytes().splitlines(), 0
@@ -545,7 +656,11 @@ def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_er
         try:
             read_chain(data, state, "it")
         except PrivacyStateRefused as error:
-            assert str(error).startswith(f"it: line {number}: ") and "\n" not in str(error) and error.exit_code == 4  # noqa: PT017
+            assert (  # noqa: PT017
+                str(error).startswith(f"it: line {number}: ")
+                and "\n" not in str(error)
+                and error.exit_code == 4
+            )
             count += 1
             if which == "run":
                 run.write_bytes(data)
@@ -564,7 +679,9 @@ def test_no_record_is_accepted_with_a_value_of_another_type_or_raises_another_er
 
 
 def plan(**changed):
-    return make_plan(PlanRequest(**NUMBERS | {"max_grad_norm": 0.7, "reserved_attempts": 8} | changed))
+    return make_plan(
+        PlanRequest(**NUMBERS | {"max_grad_norm": 0.7, "reserved_attempts": 8} | changed)
+    )
 
 
 PLANS = {
@@ -572,7 +689,11 @@ PLANS = {
     "no cap": plan(cap=None),
     "adaptive": plan(adaptive_clipping=AdaptiveClipping(0.5, 0.2, 6.0)),
     "small noise": plan(
-        noise_multiplier=0.25, allow_small_noise=True, num_examples=200, expected_batch_size=20, cap=None
+        noise_multiplier=0.25,
+        allow_small_noise=True,
+        num_examples=200,
+        expected_batch_size=20,
+        cap=None,
     ),
 }
 CHANGES = {
@@ -589,7 +710,13 @@ CHANGES = {
 
 def numbers(value):
     """(container, key) of every number in it."""
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, item in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         if type(item) in (int, float) and key != "seq":
             yield value, key
         yield from numbers(item)
@@ -597,7 +724,10 @@ def numbers(value):
 
 @pytest.mark.parametrize(
     "own",
-    [pytest.param(own, id=name, marks=[pytest.mark.full] * (name == "small noise")) for name, own in PLANS.items()],
+    [
+        pytest.param(own, id=name, marks=[pytest.mark.full] * (name == "small noise"))
+        for name, own in PLANS.items()
+    ],
 )
 def test_contract_10_no_number_of_an_intent_written_anew_lowers_epsilon(own, tmp_path, no_fsync):
     """Four steps, the third of them killed and tried again: each number of each intent, changed in every way."""
@@ -610,9 +740,17 @@ def test_contract_10_no_number_of_an_intent_written_anew_lowers_epsilon(own, tmp
                 ledger.intent(step, ledger.state.attempts[step], releases)
                 if step != 3 or steps[0] == 3:
                     ledger.done(step, ledger.state.attempts[step] - 1)
-    honest, records = read_ledger(path).epsilon(), [json.loads(line) for line in path.read_bytes().splitlines()]
+    honest, records = (
+        read_ledger(path).epsilon(),
+        [json.loads(line) for line in path.read_bytes().splitlines()],
+    )
     assert rechained(records) == path.read_bytes() and read_ledger(path).num_charged == 5
-    places = [(i, n) for i, r in enumerate(records) if r["type"] == "intent" for n in range(len(list(numbers(r))))]
+    places = [
+        (i, n)
+        for i, r in enumerate(records)
+        if r["type"] == "intent"
+        for n in range(len(list(numbers(r))))
+    ]
     assert len(places) == 5 * (2 + 2 * len(releases))
     for index, number in places:
         for name, change in CHANGES.items():

@@ -57,7 +57,9 @@ def test_contract_7_draws_of_several_threads_are_normal_and_none_comes_twice(
     assert not torch.equal(draw[:64], SystemNoise().rounded_normal(DEVIATION, 64, CPU))
 
 
-def test_contract_7_what_a_thread_raises_is_raised(four_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_7_what_a_thread_raises_is_raised(
+    four_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part that a thread did not fill would be no noise."""
     monkeypatch.setattr(noise, "draw_rounded_normal", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -89,12 +91,16 @@ def test_contract_7_noise_is_added_to_whole_numbers_alone(dtype: torch.dtype) ->
     assert not values.any()
 
 
-def test_contract_7_a_large_shard_is_noised_in_bounded_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_7_a_large_shard_is_noised_in_bounded_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(noise, "MOST_DRAWN", 1000)
     drawn = []
 
     class Recording(SystemNoise):
-        def rounded_normal(self, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+        def rounded_normal(
+            self, deviation: float, count: int, device: torch.device
+        ) -> torch.Tensor:
             drawn.append(super().rounded_normal(deviation, count, device))
             return drawn[-1]
 
@@ -112,7 +118,9 @@ def test_contract_7_the_largest_sum_and_the_widest_noise_stay_within_64_bits() -
     assert 0.9 < float(added.std()) / MOST_DEVIATION < 1.1 and torch.equal(values > 0, before > 0)
 
 
-@pytest.mark.parametrize("deviation", [math.nan, -1.0, 0.0, math.inf, math.nextafter(MOST_DEVIATION, math.inf)])
+@pytest.mark.parametrize(
+    "deviation", [math.nan, -1.0, 0.0, math.inf, math.nextafter(MOST_DEVIATION, math.inf)]
+)
 def test_contract_7_what_is_no_standard_deviation_is_refused(deviation: float) -> None:
     """No deviation at all would pass for "no noise": sums without noise have no step, and come here never."""
     values = torch.zeros(3, dtype=torch.int64)

@@ -30,7 +30,9 @@ from tests.privacy.loop.own import D, K, make, rows
 from tests.privacy.published import ASKED, COORDINATES, exponent_of, noised
 
 STEPS = 40
-ADAPTIVE = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=9.0)
+ADAPTIVE = AdaptiveClipping(
+    target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=9.0
+)
 
 
 def plan_of(steps: int = STEPS, **changes: Any) -> PrivacyPlan:
@@ -42,10 +44,18 @@ Stated = Callable[[PrivacyPlan, float, int], dict[str, Any]]
 
 
 def ledger_of(
-    path: Path, plan: PrivacyPlan, stated: Stated, coordinates: int = COORDINATES, exponent: int | None = None
+    path: Path,
+    plan: PrivacyPlan,
+    stated: Stated,
+    coordinates: int = COORDINATES,
+    exponent: int | None = None,
 ) -> Path:
     """A ledger of all steps of a plan, in which C moves as the counts say; `stated` is what each `done` states."""
-    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "noised_coordinates": coordinates}
+    fields = {
+        "plan": plan.frozen_fields(),
+        "key_commitment": "ab" * 32,
+        "noised_coordinates": coordinates,
+    }
     fields["sum_exponent"] = exponent_of(plan, coordinates) if exponent is None else exponent
     path.unlink(missing_ok=True)
     with Ledger.create(path, fields) as ledger:
@@ -57,7 +67,9 @@ def ledger_of(
             said = stated(plan, releases[0]["std"], step)
             ledger.done(step, 0, **said)
             if plan.adaptive_clipping is not None:
-                bound = plan.adaptive_clipping.next_bound(bound, said["noised_fraction"], plan.max_grad_norm)
+                bound = plan.adaptive_clipping.next_bound(
+                    bound, said["noised_fraction"], plan.max_grad_norm
+                )
     return path
 
 
@@ -70,7 +82,9 @@ def refuted(path: Path) -> str:
     except verify.Violated as error:
         theirs = str(error)
     assert bool(ours) == bool(theirs), (ours, theirs)
-    assert theirs == "" or set(ours[:9]) <= {word.strip() for word in theirs.partition("the norm of ")[2].split(",")}
+    assert theirs == "" or set(ours[:9]) <= {
+        word.strip() for word in theirs.partition("the norm of ")[2].split(",")
+    }
     return ", ".join(ours)
 
 
@@ -79,21 +93,35 @@ def _no_fsync(no_fsync: None) -> None:
     """Durability is not what these tests are about."""
 
 
-def drawn(seed: int, part: float = 1.0, owners: tuple[int, ...] = (COORDINATES,), silent: int = -1) -> Stated:
+def drawn(
+    seed: int, part: float = 1.0, owners: tuple[int, ...] = (COORDINATES,), silent: int = -1
+) -> Stated:
     """Honest noise and no sum, the worst case of an honest run; a part of the noise, or one owner without any."""
     rng = np.random.default_rng(seed)
 
     def stated(plan: PrivacyPlan, std: float, step: int) -> dict[str, Any]:
         scale = std / plan.expected_batch_size
-        squares = [part**2 * rng.chisquare(count) * (number != silent) for number, count in enumerate(owners)]
+        squares = [
+            part**2 * rng.chisquare(count) * (number != silent)
+            for number, count in enumerate(owners)
+        ]
         said: dict[str, Any] = {"noised_norm": float(f"{scale * math.sqrt(sum(squares)):.9g}")}
         if len(owners) > 1:
-            worst = min(range(len(owners)), key=lambda one: (squares[one] - owners[one]) / math.sqrt(owners[one]))
+            worst = min(
+                range(len(owners)),
+                key=lambda one: (squares[one] - owners[one]) / math.sqrt(owners[one]),
+            )
             norm = float(f"{scale * math.sqrt(squares[worst]):.9g}")
-            said["smallest_share"] = {"owners": len(owners), "coordinates": owners[worst], "norm": norm}
+            said["smallest_share"] = {
+                "owners": len(owners),
+                "coordinates": owners[worst],
+                "norm": norm,
+            }
         if plan.adaptive_clipping is not None:
             count = plan.adaptive_clipping.unclipped_num_std * part * rng.standard_normal()
-            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(count, plan.expected_batch_size)
+            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(
+                count, plan.expected_batch_size
+            )
         return said
 
     return stated
@@ -102,10 +130,16 @@ def drawn(seed: int, part: float = 1.0, owners: tuple[int, ...] = (COORDINATES,)
 SHARDS = (12_000, 7_997, 3)
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.full)], ids=str
+)
 @pytest.mark.parametrize("plan", [FLAT, MOVING], ids=["flat", "adaptive"])
-@pytest.mark.parametrize("owners", [(COORDINATES,), SHARDS, (1,) * 3], ids=["one owner", "shards", "few coordinates"])
-def test_honest_noise_is_not_refuted(seeds: range, plan: PrivacyPlan, owners: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "owners", [(COORDINATES,), SHARDS, (1,) * 3], ids=["one owner", "shards", "few coordinates"]
+)
+def test_honest_noise_is_not_refuted(
+    seeds: range, plan: PrivacyPlan, owners: tuple[int, ...], tmp_path: Path
+) -> None:
     for seed in seeds:
         path = ledger_of(tmp_path / "ledger.jsonl", plan, drawn(seed, owners=owners), sum(owners))
         assert refuted(path) == "", f"seed {seed}"
@@ -121,7 +155,9 @@ def whole_steps(seed: int, coordinates: int, step: float, count_step: float) -> 
         if plan.adaptive_clipping is not None:
             count = rng.normal() * plan.adaptive_clipping.unclipped_num_std
             rounded = count_step * round(count / count_step)
-            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(rounded, plan.expected_batch_size)
+            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(
+                rounded, plan.expected_batch_size
+            )
         return said
 
     return stated
@@ -129,7 +165,9 @@ def whole_steps(seed: int, coordinates: int, step: float, count_step: float) -> 
 
 @pytest.mark.parametrize("deviation", [0.2, 0.6, 3.0, 40.0], ids=lambda s: f"{s} steps")
 @pytest.mark.parametrize("coordinates", [1, 3, 5000])
-def test_honest_noise_in_coarse_steps_is_not_refuted(deviation: float, coordinates: int, tmp_path: Path) -> None:
+def test_honest_noise_in_coarse_steps_is_not_refuted(
+    deviation: float, coordinates: int, tmp_path: Path
+) -> None:
     """Half a step for each coordinate: a factor 1 + 1 / (2 s) on the norm would refute s = 0.2, where most draws are 0."""
     exponent = 13  # 2^-13 C, the coarsest step that one coordinate may have
     exponent += math.ceil(math.log2(coordinates) / 2)
@@ -148,9 +186,15 @@ def test_honest_noise_in_coarse_steps_is_not_refuted(deviation: float, coordinat
 def test_the_step_of_the_opening_moves_with_the_binade_of_c(tmp_path: Path) -> None:
     """C of 8 has steps eight times as long as C of 1: with half a step of the opening honest noise would be refuted."""
     sigma, exponent, coordinates = 0.2 * 2.0**-20, 20, 5000
-    moving = AdaptiveClipping(target_unclipped_quantile=0.5, clipbound_learning_rate=4.0, unclipped_num_std=9.0)
+    moving = AdaptiveClipping(
+        target_unclipped_quantile=0.5, clipbound_learning_rate=4.0, unclipped_num_std=9.0
+    )
     plan = plan_of(
-        30, noise_multiplier=sigma, allow_small_noise=True, informal_reasons=("a test",), adaptive_clipping=moving
+        30,
+        noise_multiplier=sigma,
+        allow_small_noise=True,
+        informal_reasons=("a test",),
+        adaptive_clipping=moving,
     )
     rng = np.random.default_rng(3)
     bounds: list[float] = [plan.max_grad_norm]
@@ -205,12 +249,17 @@ def test_a_count_without_noise_is_refuted_over_many_steps_and_a_c_that_does_not_
 
     def stated(part: float) -> Stated:
         def said(plan: PrivacyPlan, std: float, step: int) -> dict[str, Any]:
-            return noised(plan, std, step) | {"noised_fraction": 0.8 + part * 0.09 * rng.standard_normal()}
+            return noised(plan, std, step) | {
+                "noised_fraction": 0.8 + part * 0.09 * rng.standard_normal()
+            }
 
         return said
 
     assert refuted(ledger_of(tmp_path / "honest", steps, stated(1.0))) == ""
-    assert refuted(ledger_of(tmp_path / "lie", steps, stated(0.4))) == "the counts of unclipped examples"
+    assert (
+        refuted(ledger_of(tmp_path / "lie", steps, stated(0.4)))
+        == "the counts of unclipped examples"
+    )
     records = [json.loads(line) for line in (tmp_path / "honest").read_bytes().splitlines()]
     read = verify.read_ledger(tmp_path / "honest")
     step, bound, std, done = read.released[5]
@@ -227,9 +276,13 @@ def test_the_quantile_is_exact_below_1000_coordinates_and_a_bound_above(coordina
         edge = coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
         edge = float(chi2.ppf(level, coordinates)) if coordinates < 1000 else edge
         for judge in (noise_seen.is_too_small, verify.too_small):
-            assert judge(edge * (1 - 1e-6), coordinates, level) and not judge(edge * (1 + 1e-6), coordinates, level)
+            assert judge(edge * (1 - 1e-6), coordinates, level) and not judge(
+                edge * (1 + 1e-6), coordinates, level
+            )
         if coordinates < 10**6:
-            assert chi2.cdf(edge, coordinates) <= level * (1 + 1e-6), "no false alarm beyond the level"
+            assert chi2.cdf(edge, coordinates) <= level * (1 + 1e-6), (
+                "no false alarm beyond the level"
+            )
 
 
 @pytest.mark.parametrize(
@@ -243,7 +296,9 @@ def test_the_quantile_is_exact_below_1000_coordinates_and_a_bound_above(coordina
 def test_the_test_is_one_sided_and_needs_the_very_number_of_coordinates(
     coordinates: int, part: float, said: str, tmp_path: Path
 ) -> None:
-    path = ledger_of(tmp_path / "l", plan_of(4), lambda *arguments: noised(*arguments, part=part), coordinates)
+    path = ledger_of(
+        tmp_path / "l", plan_of(4), lambda *arguments: noised(*arguments, part=part), coordinates
+    )
     assert said in refuted(path) and (said != "" or refuted(path) == "")
 
 
@@ -302,8 +357,15 @@ def test_a_loop_of_one_s_own_states_norms_and_halved_noise_is_refuted(
     said = next(check for check in found["checks"] if check["name"] == "noise")
     page = (tmp_path / "run/report/privacy_card.md").read_text()
     if noise is SystemNoise:
-        assert code == 0 and said["sentence"].startswith("not refuted: 3 norms over 4355 coordinates"), found["checks"]
-        assert "| drawn noise | not refuted: 3 norms over 4,355 coordinates" in page and "believe no" not in page
+        assert code == 0 and said["sentence"].startswith(
+            "not refuted: 3 norms over 4355 coordinates"
+        ), found["checks"]
+        assert (
+            "| drawn noise | not refuted: 3 norms over 4,355 coordinates" in page
+            and "believe no" not in page
+        )
     else:
         assert code == 5 and said["outcome"] == "violated" and "step 1" in said["sentence"]
-        assert "| drawn noise | refuted" in page and any("believe no epsilon" in line for line in card["warnings"])
+        assert "| drawn noise | refuted" in page and any(
+            "believe no epsilon" in line for line in card["warnings"]
+        )

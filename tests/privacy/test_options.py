@@ -40,7 +40,9 @@ class Halved(Clipping):
         return [("halves of the parameters", "two")]
 
 
-def test_a_planted_option_is_seen_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_option_is_seen_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         load_config(TINY, ["privacy.clipping_function=flatt"])
     with pytest.raises(ConfigError, match=r"privacy\.clipping_function: must be 'flat'"):
@@ -50,16 +52,25 @@ def test_a_planted_option_is_seen_everywhere(tmp_path: Path, monkeypatch: pytest
     config = load_config(TINY, ["privacy.clipping_function=halved"])
     assert 'clipping_function = "halved"' in to_toml(config)
     with pytest.raises(
-        ConfigError, match='"halved" and simulation = true exclude each other: halves are not simulated'
+        ConfigError,
+        match='"halved" and simulation = true exclude each other: halves are not simulated',
     ):
         load_config(TINY, ["privacy.clipping_function=halved", "privacy.simulation=true"])
     # Plan
     plan = make_plan(config.privacy.request(config.train.num_steps, 3000))
     frozen = plan.frozen_fields()
-    assert frozen["clipping_function"] == "halved" and frozen["halves"] == 2 and PrivacyPlan.from_frozen(frozen) == plan
-    assert function_of(Halved())(["a", "bb", "cc"], 1.0).bounds == pytest.approx((0.5**0.5, 0.5**0.5))
+    assert (
+        frozen["clipping_function"] == "halved"
+        and frozen["halves"] == 2
+        and PrivacyPlan.from_frozen(frozen) == plan
+    )
+    assert function_of(Halved())(["a", "bb", "cc"], 1.0).bounds == pytest.approx(
+        (0.5**0.5, 0.5**0.5)
+    )
     # Ledger, which the verifier refuses until its own table knows the option
-    Ledger.create(tmp_path / "ledger.jsonl", {"plan": frozen, "key_commitment": "ab" * 32}).release()
+    Ledger.create(
+        tmp_path / "ledger.jsonl", {"plan": frozen, "key_commitment": "ab" * 32}
+    ).release()
     assert read_ledger(tmp_path / "ledger.jsonl").plan == plan
     with pytest.raises(verify.Violated, match="halves"):
         verify.read_ledger(tmp_path / "ledger.jsonl")
@@ -82,12 +93,19 @@ SETTINGS = {
 }
 """Setting -> the keys of [privacy] that make it."""
 OTHER_SECTIONS = {"train.compile = true": "train.compile=true"}
-PAIRS = [(one.setting, other) for named in OPTIONS.values() for one in named.values() for other in one.excludes]
+PAIRS = [
+    (one.setting, other)
+    for named in OPTIONS.values()
+    for one in named.values()
+    for other in one.excludes
+]
 PAIRS += [(one, other) for one, other, _, _ in OTHER_EXCLUSIONS]
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_two_settings_that_exclude_each_other_are_refused_alike_by_recipe_and_plan(one: str, other: str) -> None:
+def test_two_settings_that_exclude_each_other_are_refused_alike_by_recipe_and_plan(
+    one: str, other: str
+) -> None:
     if other == "sensitivity_slack above 0":  # no recipe states it; tests/privacy/test_plan.py
         return
     keys = {**SETTINGS.get(one, {}), **SETTINGS.get(other, {})}
@@ -99,7 +117,11 @@ def test_two_settings_that_exclude_each_other_are_refused_alike_by_recipe_and_pl
     assert said in str(refused.value) and "\n" not in str(refused.value)
     if {"simulation", "clipping_mode"} & keys.keys() or len(keys) < 2:
         return  # the recipe's alone
-    request = load_config(TINY, ["privacy.target_delta=1e-5"]).privacy.model_copy(update=keys).request(4, 3000)
+    request = (
+        load_config(TINY, ["privacy.target_delta=1e-5"])
+        .privacy.model_copy(update=keys)
+        .request(4, 3000)
+    )
     with pytest.raises(PrivacyConfigError) as of_the_plan:
         make_plan(request)
     assert said in str(of_the_plan.value) and str(of_the_plan.value) in str(refused.value)

@@ -19,7 +19,9 @@ BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "nois
 
 
 def _plan(resume=None, **changes):
-    request = PlanRequest(**{name: value for name, value in (BASE | changes).items() if value != "left out"})
+    request = PlanRequest(
+        **{name: value for name, value in (BASE | changes).items() if value != "left out"}
+    )
     return make_plan(request, resume=resume)
 
 
@@ -38,17 +40,28 @@ def test_defaults_of_the_contract():
 def test_contract_4_the_accountant_is_charged_with_the_slack():
     plan = _plan(sensitivity_slack=1e-3, cap=None)
     assert plan.effective_noise_multiplier == 3.0 / 1.001
-    assert plan.epsilon_planned == epsilon_pld([ReleaseGroup(plan.sample_rate, 3.0 / 1.001, 150)], plan.accounted_delta)
+    assert plan.epsilon_planned == epsilon_pld(
+        [ReleaseGroup(plan.sample_rate, 3.0 / 1.001, 150)], plan.accounted_delta
+    )
     assert plan.epsilon_planned < plan.epsilon_with_reserve
     assert plan.release_group(7).count == 7
 
 
 def test_contract_10_calibration_keeps_the_reserve():
-    plan = _plan(noise_multiplier="left out", target_epsilon=2.0, target_delta=1e-5, reserved_attempts=20, cap=None)
+    plan = _plan(
+        noise_multiplier="left out",
+        target_epsilon=2.0,
+        target_delta=1e-5,
+        reserved_attempts=20,
+        cap=None,
+    )
     assert 2.0 - 1e-3 <= plan.epsilon_with_reserve <= 2.0
     assert plan.epsilon_planned < plan.epsilon_with_reserve - 1e-2
     table = plan.epsilon_table()
-    assert table.epsilon(150) == plan.epsilon_planned and table.epsilon(170) == plan.epsilon_with_reserve
+    assert (
+        table.epsilon(150) == plan.epsilon_planned
+        and table.epsilon(170) == plan.epsilon_with_reserve
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +72,10 @@ def test_contract_10_calibration_keeps_the_reserve():
         ({"num_steps": 0}, "num_steps"),
         ({"num_examples": 0}, "num_examples"),
         ({"num_steps": 1.5}, "num_steps"),
-        ({"noise_multiplier": 0.0, "target_epsilon": 8.0}, "noise_multiplier = 0 gives no guarantee"),
+        (
+            {"noise_multiplier": 0.0, "target_epsilon": 8.0},
+            "noise_multiplier = 0 gives no guarantee",
+        ),
         ({"target_epsilon": 8.0}, "exactly one"),
         ({"noise_multiplier": "left out"}, "exactly one"),
         ({"noise_multiplier": "left out", "target_epsilon": 0.0}, "target_epsilon"),
@@ -116,9 +132,16 @@ def test_contract_2_the_default_cap_follows_delta_steps_and_rate(n, size, steps,
 
 def test_contract_2_a_cap_is_frozen_at_the_opening(monkeypatch):
     """A ledger of another version keeps its cap, and one that no version writes is refused by the comparison that follows."""
-    request = PlanRequest(num_examples=3000, expected_batch_size=256, num_steps=30, noise_multiplier=2.0)
+    request = PlanRequest(
+        num_examples=3000, expected_batch_size=256, num_steps=30, noise_multiplier=2.0
+    )
     opened = make_plan(request)
-    for cap, kept in ((384, 384), (opened.cap - 3, opened.cap - 3), (385, opened.cap), (None, opened.cap)):
+    for cap, kept in (
+        (384, 384),
+        (opened.cap - 3, opened.cap - 3),
+        (385, opened.cap),
+        (None, opened.cap),
+    ):
         assert make_plan(request, resume={"noise_multiplier": 2.0, "cap": cap}).cap == kept
 
 
@@ -136,7 +159,11 @@ def test_contract_2_a_cap_is_frozen_at_the_opening(monkeypatch):
 def test_contract_11_no_guarantee_no_epsilon(changes, reason):
     plan = _plan(**changes)
     assert not plan.formal_guarantee and reason in plan.reasons[0]
-    assert plan.epsilon_planned is None and plan.epsilon_with_reserve is None and plan.epsilon_table() is None
+    assert (
+        plan.epsilon_planned is None
+        and plan.epsilon_with_reserve is None
+        and plan.epsilon_table() is None
+    )
     assert plan.epsilon_after(3) is None and plan.frozen_fields()["formal_guarantee"] is False
 
 
@@ -147,11 +174,18 @@ def test_frozen_fields_survive_json_and_name_what_changed():
     again = PrivacyPlan.from_frozen(frozen)
     assert dataclasses.replace(again, warnings=plan.warnings) == plan
     assert int(frozen["sampling_threshold"]) == plan.sampler.threshold
-    for name, value in {"num_steps": 151, "max_grad_norm": 2.0, "noise_multiplier": 3.1, "cap": None}.items():
+    for name, value in {
+        "num_steps": 151,
+        "max_grad_norm": 2.0,
+        "noise_multiplier": 3.1,
+        "cap": None,
+    }.items():
         with pytest.raises(PrivacyConfigError, match=f"here: {name} was"):
             require_equal(
                 frozen,
-                _plan(**{"informal_reasons": ("a reason",), "target_delta": 1e-2, name: value}).frozen_fields()
+                _plan(
+                    **{"informal_reasons": ("a reason",), "target_delta": 1e-2, name: value}
+                ).frozen_fields()
                 | ({"sample_rate": frozen["sample_rate"]}),
                 "here",
             )
@@ -165,13 +199,17 @@ def test_resume_takes_sigma_from_the_ledger_and_not_from_another_calibration():
     frozen = _plan().frozen_fields() | {"noise_multiplier": 2.5}
     plan = _plan(noise_multiplier="left out", target_epsilon=8.0, resume=frozen)
     assert plan.noise_multiplier == 2.5
-    assert _plan(resume=frozen).noise_multiplier == 3.0  # given explicitly: the comparison will refuse it
+    assert (
+        _plan(resume=frozen).noise_multiplier == 3.0
+    )  # given explicitly: the comparison will refuse it
 
 
 def test_contract_7_the_tail_of_noise_of_version_0_1_is_charged_in_delta_and_no_other():
     plan = _plan(noise_multiplier=1.0, target_delta=1e-13, cap=None)
     assert plan.noise_tail_delta == 0 and plan.frozen_fields()["noise_kind"] == "rounded"
-    old = PrivacyPlan.from_frozen({k: v for k, v in plan.frozen_fields().items() if k != "noise_kind"})
+    old = PrivacyPlan.from_frozen(
+        {k: v for k, v in plan.frozen_fields().items() if k != "noise_kind"}
+    )
     assert "noise_kind" not in old.frozen_fields() and old != plan
     assert 0 < old.noise_tail_delta < 1e-13 and old.accounted_delta == 1e-13 - old.noise_tail_delta
     assert old.epsilon_planned == epsilon([old.release_group(150)], old.accounted_delta)
@@ -185,7 +223,11 @@ def test_contract_7_the_tail_of_noise_of_version_0_1_is_charged_in_delta_and_no_
 def test_shuffled_data_claim_nothing_and_meet_no_target():
     plan = _plan(sampling="shuffle", num_steps=150)
     assert not plan.formal_guarantee and plan.reasons == ("sampling is 'shuffle', not Poisson",)
-    assert plan.cap is None and plan.max_batch_size == 60 and plan.epsilon_planned is plan.epsilon_table() is None
+    assert (
+        plan.cap is None
+        and plan.max_batch_size == 60
+        and plan.epsilon_planned is plan.epsilon_table() is None
+    )
     assert PrivacyPlan.from_frozen(json.loads(json.dumps(plan.frozen_fields()))) == plan
     with pytest.raises(PrivacyConfigError, match="shuffled data meet no target_epsilon"):
         _plan(sampling="shuffle", noise_multiplier="left out", target_epsilon=2.0)
@@ -194,9 +236,13 @@ def test_shuffled_data_claim_nothing_and_meet_no_target():
 # Certified arithmetic: accounted with sigma itself, frozen in the ledger, and refused where it cannot hold
 
 DPCAP = {
-    "num_examples": 233_000_000, "expected_batch_size": 1_310_720, "num_steps": 5708, "noise_multiplier": 0.728,
-    "target_delta": 4.2918e-9, "reserved_attempts": 0,
-}  # fmt: skip
+    "num_examples": 233_000_000,
+    "expected_batch_size": 1_310_720,
+    "num_steps": 5708,
+    "noise_multiplier": 0.728,
+    "target_delta": 4.2918e-9,
+    "reserved_attempts": 0,
+}
 
 
 def certified(**changed: Any) -> PrivacyPlan:
@@ -215,10 +261,20 @@ def test_epsilon_at_the_dp_cap_point_is_that_of_the_continuous_gaussian(cap: Any
 def test_arithmetic_and_lattice_are_frozen_with_the_plan() -> None:
     own = certified(max_grad_norm=0.3)
     frozen = own.frozen_fields()
-    assert frozen["arithmetic"] == "certified" and frozen["lattice_exponent"] == 33 and frozen["sensitivity_slack"] == 0
+    assert (
+        frozen["arithmetic"] == "certified"
+        and frozen["lattice_exponent"] == 33
+        and frozen["sensitivity_slack"] == 0
+    )
     assert PrivacyPlan.from_frozen(frozen) == own
-    for changed in ({"lattice_exponent": 32}, {"arithmetic": "floating"}, {"sensitivity_slack": 1e-3}):
+    for changed in (
+        {"lattice_exponent": 32},
+        {"arithmetic": "floating"},
+        {"sensitivity_slack": 1e-3},
+    ):
         with pytest.raises(PrivacyConfigError):
             PrivacyPlan.from_frozen(frozen | changed)
     with pytest.raises(PrivacyConfigError, match="arithmetic was 'certified'"):
-        require_equal(frozen, certified(max_grad_norm=0.3, arithmetic="floating").frozen_fields(), "ledger")
+        require_equal(
+            frozen, certified(max_grad_norm=0.3, arithmetic="floating").frozen_fields(), "ledger"
+        )

@@ -57,9 +57,13 @@ class Opened:
 def opened(kind: str = "floating", **changes: Any) -> Opened:
     """A run of a model with a large and two small parameters."""
     asked: dict[str, Any] = {
-        "num_examples": 1700, "expected_batch_size": 70, "num_steps": 5, "noise_multiplier": 1.1, "max_grad_norm": 0.7,
+        "num_examples": 1700,
+        "expected_batch_size": 70,
+        "num_steps": 5,
+        "noise_multiplier": 1.1,
+        "max_grad_norm": 0.7,
         "sensitivity_slack": SENSITIVITY_SLACK,
-    }  # fmt: skip
+    }
     plan = make_plan(PlanRequest(**asked | KINDS[kind] | changes))
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
     model = model.double() if kind == "float64" else model
@@ -69,7 +73,9 @@ def opened(kind: str = "floating", **changes: Any) -> Opened:
     return Opened(
         plan,
         clipped,
-        SimpleNamespace(shapes=shapes, layout=even_layout(shapes, 1), compute_dtype=dtype, device=device),
+        SimpleNamespace(
+            shapes=shapes, layout=even_layout(shapes, 1), compute_dtype=dtype, device=device
+        ),
     )
 
 
@@ -142,26 +148,40 @@ def wrapping(of: Opened) -> None:
 
 VIOLATIONS: dict[str, tuple[str, Callable[[Opened], None]]] = {
     "a step that is too coarse": ("round by at most 2\\^-13 C", coarser),
-    "a coordinate without owner": ("owned by nobody", owned(lambda pieces: [*pieces[:-1], pieces[-1]._replace(length=29)])),
-    "a coordinate with two owners": ("owned twice", owned(lambda pieces: [*pieces, Piece("0.bias", 29, 1)])),
-    "an owner of something else": ("is no parameter", owned(lambda pieces: [*pieces, Piece("2.bias", 0, 1)])),
+    "a coordinate without owner": (
+        "owned by nobody",
+        owned(lambda pieces: [*pieces[:-1], pieces[-1]._replace(length=29)]),
+    ),
+    "a coordinate with two owners": (
+        "owned twice",
+        owned(lambda pieces: [*pieces, Piece("0.bias", 29, 1)]),
+    ),
+    "an owner of something else": (
+        "is no parameter",
+        owned(lambda pieces: [*pieces, Piece("2.bias", 0, 1)]),
+    ),
     "a parameter without noise": ("that are summed", untold),
     "less noise than sigma C": ("worth sigma", less_noise),
     "more noise charged than sigma / (1 + r)": ("what is charged", more_noise_charged),
     "another slack": (
         "what is charged",
-        lambda of: setattr(of, "plan", replace(of.plan, sensitivity_slack=SENSITIVITY_SLACK - 1e-12)),
+        lambda of: setattr(
+            of, "plan", replace(of.plan, sensitivity_slack=SENSITIVITY_SLACK - 1e-12)
+        ),
     ),
     "a rate that is rounded down": (
         "q is rounded up",
         lambda of: charge(of, sample_rate=math.nextafter(of.plan.sample_rate, 0)),
     ),
-    "a sampler with another cap": ("cap that is charged", lambda of: sample(of, cap=of.plan.sampler.cap + 1)),  # type: ignore[operator]
+    "a sampler with another cap": (
+        "cap that is charged",
+        lambda of: sample(of, cap=of.plan.sampler.cap + 1),
+    ),  # type: ignore[operator]
     "a sampler of more examples": ("number of examples", lambda of: sample(of, num_examples=1701)),
     "another divisor": ("divided by B = q n = 70, and not by 71", another_divisor),
     "more rows than 6 bytes hold": ("fits into 6 bytes", many_rows),
     "more rows than 62 bits hold": ("stays below 2\\^62 steps", wrapping),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VIOLATIONS)
@@ -212,7 +232,9 @@ def test_ranks_that_differ_are_refused(changed: str, monkeypatch: pytest.MonkeyP
         of.require()
 
 
-def test_sums_of_one_example_more_in_single_precision_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_one_example_more_in_single_precision_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Slot, "examples", 65)
     opened("float64").require()
     for kind in ("floating", "adaptive"):
@@ -233,7 +255,9 @@ SLACK = 1e-3
 CHARGED = ReleaseGroup(1.0, 1 / (1 + SLACK), 1)
 
 
-def require_one(*, std: float = 1.5, bound: float = 1.0, d: int = 1, num_rows: int = 1, slack: float = SLACK) -> None:
+def require_one(
+    *, std: float = 1.5, bound: float = 1.0, d: int = 1, num_rows: int = 1, slack: float = SLACK
+) -> None:
     """A sum in steps of 2^-20 that is charged with sigma = 1."""
     release = Release(name="sum", std=std, sensitivity=bound)
     require_noised([NoisedSum(release, d, Unit(20, 1 << 20), num_rows)], CHARGED, 1.0, slack)
@@ -243,14 +267,20 @@ EDGES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("round by at most", {"d": 4**7}, {"d": 4**7 + 1}),
     ("2\\^62 steps", {"num_rows": 2**42 - 1}, {"num_rows": 2**42}),
     ("2\\^50 steps", {"std": math.nextafter(2.0**30, 0)}, {"std": 2.0**30}),
-    ("worth sigma", {"std": math.nextafter(1.0, 0)}, {"std": 1 - 2**-52}),  # a double above it is drawn
+    (
+        "worth sigma",
+        {"std": math.nextafter(1.0, 0)},
+        {"std": 1 - 2**-52},
+    ),  # a double above it is drawn
     ("what is charged", {"slack": SLACK}, {"slack": SLACK + 2**-48}),
     *(("finite number", {"bound": 1.0}, {"bound": bound}) for bound in (math.inf, math.nan, 0.0)),
 ]
 
 
 @pytest.mark.parametrize(("words", "holds", "violates"), EDGES)
-def test_a_premise_of_a_sum_holds_up_to_its_edge(words: str, holds: dict[str, Any], violates: dict[str, Any]) -> None:
+def test_a_premise_of_a_sum_holds_up_to_its_edge(
+    words: str, holds: dict[str, Any], violates: dict[str, Any]
+) -> None:
     require_one(**holds)
     with pytest.raises(PrivacyConfigError, match=words):
         require_one(**violates)
@@ -259,13 +289,20 @@ def test_a_premise_of_a_sum_holds_up_to_its_edge(words: str, holds: dict[str, An
 def test_sums_that_round_nothing_may_have_any_step() -> None:
     """And certified arithmetic, whose integers are checked one by one, is charged with sigma itself."""
     release = Release(name="sum", std=1.0, sensitivity=1.0)
-    require_noised([NoisedSum(release, 10**9, Unit(20, 1 << 20), 1)], ReleaseGroup(1.0, 1.0, 1), 1.0, 0.0)
+    require_noised(
+        [NoisedSum(release, 10**9, Unit(20, 1 << 20), 1)], ReleaseGroup(1.0, 1.0, 1), 1.0, 0.0
+    )
 
 
-def test_several_releases_that_are_worth_less_than_sigma_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_releases_that_are_worth_less_than_sigma_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     of = opened("adaptive")
     gradient, count = of.clipped.releases(1.1)
-    for changed in ([gradient, count | {"std": count["std"] * (1 - 1e-9)}], [gradient | {"std": 1.1 * 0.7}, count]):
+    for changed in (
+        [gradient, count | {"std": count["std"] * (1 - 1e-9)}],
+        [gradient | {"std": 1.1 * 0.7}, count],
+    ):
         monkeypatch.setattr(of.clipped, "releases", lambda _, changed=changed: changed)
         with pytest.raises(PrivacyConfigError, match="noise of all releases is worth sigma"):
             of.require()
@@ -273,7 +310,11 @@ def test_several_releases_that_are_worth_less_than_sigma_are_refused(monkeypatch
 
 def test_what_claims_nothing_needs_no_premise_but_its_owners() -> None:
     """A simulation of less noise, a run without noise, and one without privacy."""
-    for changes in ({"informal_reasons": ("a simulation",)}, {"noise_multiplier": 0.0}, {"enabled": False}):
+    for changes in (
+        {"informal_reasons": ("a simulation",)},
+        {"noise_multiplier": 0.0},
+        {"enabled": False},
+    ):
         of = opened(**changes)
         if of.clipped.exponent is not None:
             charge(of, noise_multiplier=9.0)
@@ -299,8 +340,12 @@ def test_a_start_without_a_premise_charges_nothing(
 ) -> None:
     """Nor does one of the trainer: tests/trainer/test_refused_starts.py."""
     usual = Grid.of
-    monkeypatch.setattr(Grid, "of", lambda *given, **named: replace(usual(*given, **named), bits=13))
-    with pytest.raises(PrivacyConfigError, match=r"a premise of the guarantee does not hold: .* round by at most"):
+    monkeypatch.setattr(
+        Grid, "of", lambda *given, **named: replace(usual(*given, **named), bits=13)
+    )
+    with pytest.raises(
+        PrivacyConfigError, match=r"a premise of the guarantee does not hold: .* round by at most"
+    ):
         start(tmp_path / "run")
     assert not (tmp_path / "run/ledger.jsonl").exists() and not list(tmp_path.rglob("sampling.key"))
 

@@ -22,14 +22,24 @@ pytestmark = pytest.mark.usefixtures("no_fsync")
 
 def _create(tmp_path, mirror=None, opened=None, **changes):
     plan = make_plan(PlanRequest(**NUMBERS | changes))
-    fields = {"plan": plan.frozen_fields(), "key_commitment": "ab" * 32, "data_hmac": "cd" * 32, "commit": "c0ffee"}
+    fields = {
+        "plan": plan.frozen_fields(),
+        "key_commitment": "ab" * 32,
+        "data_hmac": "cd" * 32,
+        "commit": "c0ffee",
+    }
     fields |= {"accountant": "dp-accounting 0.6.0", **(opened or {})}
     return Ledger.create(tmp_path / "ledger.jsonl", fields, mirror)
 
 
 def _session(ledger, steps, *, done=True):
     ledger.start_session(
-        {"commit": "c0ffee", "modified": False, "python": "3", "arguments": ["--run_dir", "/secret/place"]}
+        {
+            "commit": "c0ffee",
+            "modified": False,
+            "python": "3",
+            "arguments": ["--run_dir", "/secret/place"],
+        }
     )
     for step in steps:
         attempt = ledger.state.attempts[step]
@@ -71,9 +81,9 @@ def test_contract_10_card_equals_an_independent_recomputation(tmp_path):
     assert numbers.epsilon_planned == pytest.approx(_epsilon(special, 1e-5, 6), rel=1e-6)
     assert numbers.epsilon_with_reserve == pytest.approx(_epsilon(special, 1e-5, 10), rel=1e-6)
     assert numbers.epsilon_replace_one == pytest.approx(_epsilon(one, 1e-5, 6), rel=1e-3)
-    assert {float(rate): bound for rate, bound in numbers.attack.true_positive.items()}.items() <= set(
-        numbers.attack.curve
-    )
+    assert {
+        float(rate): bound for rate, bound in numbers.attack.true_positive.items()
+    }.items() <= set(numbers.attack.curve)
     lower, upper = numbers.epsilon_prv
     assert lower <= numbers.epsilon <= min(upper * 1.01, numbers.epsilon_rdp)
     assert numbers.epsilon < numbers.epsilon_replace_one
@@ -87,7 +97,14 @@ def test_card_and_page_state_what_happened_and_hide_command_lines(tmp_path):
     assert "/secret/place" not in page and "/secret/place" not in card.to_json()
     assert min(line.count("|") for line in page.splitlines() if line.startswith("|")) >= 3
     assert card.steps_done == 3 and card.steps_planned == 6 and card.delta == 1e-5
-    attempts = {"charged": 6, "allowed": 10, "done": 4, "repeats": 1, "torn_lines": 1, "torn_lines_charged": 1}
+    attempts = {
+        "charged": 6,
+        "allowed": 10,
+        "done": 4,
+        "repeats": 1,
+        "torn_lines": 1,
+        "torn_lines_charged": 1,
+    }
     assert card.accounting.attempts.model_dump() == attempts
     assert card.formal_guarantee is True and card.reasons == ()
     assert any("ends inside a line" in line for line in card.warnings)
@@ -161,11 +178,18 @@ def test_tiny_delta_is_by_rdp_and_infinite_where_the_cap_overflows(tmp_path, cap
 
 @pytest.mark.timeout(120)
 def test_hopeless_epsilon_is_said_to_be_hopeless(tmp_path):
-    numbers = {"noise_multiplier": 0.3, "expected_batch_size": 200, "num_steps": 120, "target_delta": 1e-5}
+    numbers = {
+        "noise_multiplier": 0.3,
+        "expected_batch_size": 200,
+        "num_steps": 120,
+        "target_delta": 1e-5,
+    }
     with _create(tmp_path, **numbers) as ledger:
         _session(ledger, range(1, 121))
     card = privacy_card(tmp_path / "ledger.jsonl")
-    assert card.epsilon > LARGEST_DETAILED_EPSILON and card.accounting.value_interval > FINE_INTERVAL
+    assert (
+        card.epsilon > LARGEST_DETAILED_EPSILON and card.accounting.value_interval > FINE_INTERVAL
+    )
     assert card.accounting.attack is None
     assert any("protects nothing" in line for line in card.warnings)
     assert rounded_up(card.epsilon) in to_markdown(card)
@@ -211,4 +235,6 @@ def test_ledger_is_only_read_while_its_writer_holds_it(tmp_path):
         assert privacy_card(path).steps_done == 1
         assert path.read_bytes() == before
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (status.st_mtime_ns, status.st_ino)
-        ledger.intent(2, 0, [{"name": "gradient", "std": 4.0, "sensitivity": 1.0}])  # the writer can go on
+        ledger.intent(
+            2, 0, [{"name": "gradient", "std": 4.0, "sensitivity": 1.0}]
+        )  # the writer can go on

@@ -24,7 +24,17 @@ _WEIGHTS = [MP.exp(-((MP.mpf(j) / M) ** 2) / 2) for j in range(1600)]
 _TOTAL = MP.fsum(_WEIGHTS) + MP.mpf(2) ** -450  # what follows is below exp(-312)
 FIRST_OF_CELL = [MP.fsum(_WEIGHTS[:j]) / _TOTAL for j in range(700)]
 """F_j of the module's docstring."""
-DEVIATIONS = (1e-3, 0.3, 1.0, 3.0, 1000.7, 2.0**30 / 3, 2.0**44, math.nextafter(2.0**50, 0), 2.0**50)
+DEVIATIONS = (
+    1e-3,
+    0.3,
+    1.0,
+    3.0,
+    1000.7,
+    2.0**30 / 3,
+    2.0**44,
+    math.nextafter(2.0**50, 0),
+    2.0**50,
+)
 MASK_64 = (1 << 64) - 1
 
 
@@ -109,12 +119,16 @@ def hard_numbers(deviation, sizes, rng):
         u = near(FIRST_OF_CELL[cell], u_size, rng)
     else:  # the middle of a cell
         u = int(MP.floor(MP.ldexp((FIRST_OF_CELL[cell] + FIRST_OF_CELL[cell + 1]) / 2, u_size)))
-    t = [0, (1 << t_size) - 1, int(rng.integers(2**62)) * ((1 << t_size) - 1) // 2**62][int(rng.integers(3))]
+    t = [0, (1 << t_size) - 1, int(rng.integers(2**62)) * ((1 << t_size) - 1) // 2**62][
+        int(rng.integers(3))
+    ]
     integer = MP.floor(MP.mpf(deviation) * (cell + MP.mpf(rng.random())) / M)
     tie = (integer + 0.5) * M / MP.mpf(deviation) - cell
     if place == 1 and 0 <= tie < 1:
         t = near(tie, t_size, rng)
-    v = [0, (1 << v_size) - 1, int(rng.integers(2**62)) * ((1 << v_size) - 1) // 2**62][int(rng.integers(3))]
+    v = [0, (1 << v_size) - 1, int(rng.integers(2**62)) * ((1 << v_size) - 1) // 2**62][
+        int(rng.integers(3))
+    ]
     if place == 2 or rng.random() < 0.3:
         v = near(true_threshold(cell, inside(t, t_size)[0]), v_size, rng)
     return u, t, v
@@ -135,7 +149,9 @@ def test_a_decision_holds_for_every_continuation_of_the_bits(deviation):
             assert {truth(deviation, *corner) for corner in itertools.product(*ends)} == {decision}
         more = [(bits << 192) + int.from_bytes(rng.bytes(24), "big") for bits in numbers]
         decision = decide(deviation, *zip(more, (size + 192 for size in sizes), strict=True))
-        assert decision == truth(deviation, *(inside(b, s + 192)[0] for b, s in zip(more, sizes, strict=True)))
+        assert decision == truth(
+            deviation, *(inside(b, s + 192)[0] for b, s in zip(more, sizes, strict=True))
+        )
     assert all(said[kind] >= 5 for kind in (0, REJECTED, UNDECIDED))
 
 
@@ -148,7 +164,9 @@ def test_pieces_are_decided_as_one_proposal_is(deviation):
         u, t, v = hard_numbers(deviation, (32, 64, 31), rng)
         words.append((u << 32 | (case & 1) << 31 | v, t))
         known = zip((u, t, v), (32, 64, 31), strict=True)
-        decision = decide(deviation, *((bits << 128 | continued << 64 | continued, n + 128) for bits, n in known))
+        decision = decide(
+            deviation, *((bits << 128 | continued << 64 | continued, n + 128) for bits, n in known)
+        )
         assert decision != UNDECIDED
         if decision != REJECTED:
             expected.append(-decision if case & 1 else decision)
@@ -191,7 +209,9 @@ def buckets(deviation, count):
     if most < 60:
         edges = np.arange(-most, most + 2)
     else:
-        edges = np.unique(np.round(deviation * stats.norm.ppf(np.linspace(0, 1, 258)[1:-1]))).astype(np.int64)
+        edges = np.unique(
+            np.round(deviation * stats.norm.ppf(np.linspace(0, 1, 258)[1:-1]))
+        ).astype(np.int64)
     while min(probabilities(deviation, edges)[[0, -1]]) * count < 20 and len(edges) > 2:
         edges = edges[1:-1]
     return edges
@@ -210,10 +230,16 @@ def chi_square(draws_of, deviation, count):
 @pytest.mark.parametrize("deviation", [0.3, 1.0, 3.0, 17.3, 2.0**30, 2.0**50])
 def test_draws_follow_the_exact_probabilities(deviation):
     words = Words(2)
-    assert 1e-4 < chi_square(lambda n: draw_rounded_normal(deviation, n, words), deviation, 1_000_000) < 1 - 1e-4
+    assert (
+        1e-4
+        < chi_square(lambda n: draw_rounded_normal(deviation, n, words), deviation, 1_000_000)
+        < 1 - 1e-4
+    )
 
 
-@pytest.mark.parametrize("deviation", [-1.0, -5e-324, math.nan, math.inf, -math.inf, math.nextafter(2.0**50, math.inf)])
+@pytest.mark.parametrize(
+    "deviation", [-1.0, -5e-324, math.nan, math.inf, -math.inf, math.nextafter(2.0**50, math.inf)]
+)
 def test_what_is_no_standard_deviation_is_refused(deviation):
     words = Words(9)
     with pytest.raises(ValueError, match=r"standard deviation .* from 0 to 2\^50"):
@@ -234,7 +260,9 @@ def test_words_of_the_aes_source_are_aes_256_ctr_under_a_fresh_key(monkeypatch):
     keys = iter([bytes(range(32)), bytes(range(1, 33))])
     monkeypatch.setattr(noise.os, "urandom", lambda size: next(keys))
     for first in range(2):
-        stream = Cipher(algorithms.AES(bytes(range(first, first + 32))), modes.CTR(bytes(16))).encryptor()
+        stream = Cipher(
+            algorithms.AES(bytes(range(first, first + 32))), modes.CTR(bytes(16))
+        ).encryptor()
         expected = np.frombuffer(stream.update(bytes(24)), "<u8")
         assert SystemNoise().uniform_words(3).tolist() == expected.tolist()
 
@@ -249,7 +277,9 @@ def test_the_last_of_all_first_bits_give_the_tail():
     assert len(cells) == 4 * size
     for far in (300, 320, 340, 352, 384):
         expected = 2**32 * float(1 - FIRST_OF_CELL[far])
-        assert abs((cells >= far).sum() / 4 - expected) <= 2  # first bits that lie across a boundary
+        assert (
+            abs((cells >= far).sum() / 4 - expected) <= 2
+        )  # first bits that lie across a boundary
     beyond, rounds = Counter(), 60
     for _ in range(rounds):
         words = source.uniform_words(2 * size)

@@ -22,7 +22,9 @@ def test_contract_4_the_rows_of_the_others_do_not_depend_on_whether_one_was_draw
     """All 20 places of two members in 5 rows: equally likely when there are two, and when they are two of three."""
     draws, places = 2000, list(itertools.permutations(range(5), 2))
     without = Counter(tuple(rows_of_members(KEY, step, 2, 5).tolist()) for step in range(draws))
-    there = Counter(tuple(np.delete(rows_of_members(KEY, step, 3, 5), x).tolist()) for step in range(draws))
+    there = Counter(
+        tuple(np.delete(rows_of_members(KEY, step, 3, 5), x).tolist()) for step in range(draws)
+    )
     for found in (without, there):
         assert set(found) == set(places)
         assert stats.chisquare([found[place] for place in places]).pvalue > 1e-4
@@ -31,7 +33,9 @@ def test_contract_4_the_rows_of_the_others_do_not_depend_on_whether_one_was_draw
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_members_are_dealt_in_whole_and_in_rising_order(world_size: int) -> None:
     members = np.arange(0, 300, 3)
-    dealt = [deal(KEY, 1, members, 120 // world_size, world_size, rank) for rank in range(world_size)]
+    dealt = [
+        deal(KEY, 1, members, 120 // world_size, world_size, rank) for rank in range(world_size)
+    ]
     whole = rows_of_members(KEY, 1, 100, 120)
     assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
     for rank, (ids, places) in enumerate(dealt):
@@ -101,18 +105,26 @@ def test_contract_4_with_shares_the_rows_of_the_others_do_not_depend_on_one(x: i
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 1), (0, 0, 1, 1), (0, 1, 0, 2, 2, 2)])
 @pytest.mark.parametrize("num_examples", [3, 100, 1001])
-def test_every_example_is_of_one_node_and_its_members_come_there(nodes: tuple[int, ...], num_examples: int) -> None:
+def test_every_example_is_of_one_node_and_its_members_come_there(
+    nodes: tuple[int, ...], num_examples: int
+) -> None:
     shares = shares_of_nodes(nodes, num_examples)
     assert [share.start for share in shares] == [0, *[share.stop for share in shares[:-1]]]
-    assert shares[-1].stop == num_examples and sorted(r for s in shares for r in s.ranks) == list(range(len(nodes)))
+    assert shares[-1].stop == num_examples and sorted(r for s in shares for r in s.ranks) == list(
+        range(len(nodes))
+    )
     for share in shares:
         assert abs((share.stop - share.start) - num_examples * len(share.ranks) / len(nodes)) <= 1
     members = np.arange(0, num_examples, 2)
-    dealt = [deal(KEY, 1, members, num_examples, len(nodes), rank, shares) for rank in range(len(nodes))]
+    dealt = [
+        deal(KEY, 1, members, num_examples, len(nodes), rank, shares) for rank in range(len(nodes))
+    ]
     assert sorted(np.concatenate([ids for ids, _ in dealt])) == members.tolist()
     for rank, (ids, places) in enumerate(dealt):
         share = shares[nodes[rank]]
-        assert all(share.start <= i < share.stop for i in ids) and len(set(places.tolist())) == len(places)
+        assert all(share.start <= i < share.stop for i in ids) and len(set(places.tolist())) == len(
+            places
+        )
 
 
 def test_a_share_that_does_not_fit_is_dealt_over_all_rows() -> None:

@@ -45,7 +45,12 @@ def test_contract_1_random_access_equals_sequential(data):
 def test_contract_1_random_access_across_chunks():
     sampler = PoissonSampler.with_expected_batch(1_000_003, 5000, None)
     whole = sampler.decide(KEY, 2**40)
-    for start, stop in ((262_143, 524_291), (1, 1_000_003), (999_999, 1_000_003), (524_288, 524_288)):
+    for start, stop in (
+        (262_143, 524_291),
+        (1, 1_000_003),
+        (999_999, 1_000_003),
+        (524_288, 524_288),
+    ):
         part = sampler.decide(KEY, 2**40, start, stop)
         assert np.array_equal(part.ids, whole.ids[(whole.ids >= start) & (whole.ids < stop)])
 
@@ -55,7 +60,10 @@ def test_contract_1_members_do_not_depend_on_world_size(cap):
     sampler = PoissonSampler.with_expected_batch(3001, 300, cap)
     whole = sampler.members(KEY, 11)
     for world_size in (1, 2, 3, 4, 7):
-        parts = [sampler.decide(KEY, 11, *slice_bounds(3001, world_size, rank)) for rank in range(world_size)]
+        parts = [
+            sampler.decide(KEY, 11, *slice_bounds(3001, world_size, rank))
+            for rank in range(world_size)
+        ]
         members = sampler.merge(parts[::-1])
         assert np.array_equal(members, whole)
 
@@ -84,7 +92,9 @@ def test_contract_1_pairwise_independence():
     assert np.abs(pairs).max() < 5.0
     assert 1e-4 < stats.chi2.sf((pairs**2).sum(), len(pairs)) < 1 - 1e-4
     assert np.abs(correlation[np.arange(0, n, 2), np.arange(1, n, 2)]).max() * np.sqrt(steps) < 5.0
-    shifted = [np.corrcoef(table[:-1, i], table[1:, i])[0, 1] for i in range(n)]  # consecutive steps
+    shifted = [
+        np.corrcoef(table[:-1, i], table[1:, i])[0, 1] for i in range(n)
+    ]  # consecutive steps
     assert np.abs(shifted).max() * np.sqrt(steps) < 5.0
 
 
@@ -98,7 +108,9 @@ def test_contract_1_other_attempt_session_or_key_gives_independent_members():
         key.coin_key(nonces[1], 0),
         other.coin_key(nonces[0], 0),
     ]
-    sets = [set(sampler.members(item, 3).tolist()) for item in keys] + [set(sampler.members(keys[0], 4).tolist())]
+    sets = [set(sampler.members(item, 3).tolist()) for item in keys] + [
+        set(sampler.members(keys[0], 4).tolist())
+    ]
     for index, first in enumerate(sets):
         for second in sets[index + 1 :]:
             # Binomial(20000, 0.01): 200 +- 14
@@ -165,14 +177,21 @@ def test_members_do_not_depend_on_world_size_or_order():
     for step in (1, 13, 12):
         whole = SAMPLER.members(KEY, step)
         for world_size in (1, 2, 4, 7):
-            parts = [SAMPLER.decide(KEY, step, *slice_bounds(1001, world_size, rank)) for rank in range(world_size)]
+            parts = [
+                SAMPLER.decide(KEY, step, *slice_bounds(1001, world_size, rank))
+                for rank in range(world_size)
+            ]
             assert np.array_equal(SAMPLER.merge(parts[::-1]), whole)
 
 
 def test_a_retry_repeats_its_batch_and_another_key_does_not():
     key, other = SamplingKey(bytes(32)), SamplingKey(bytes(31) + b"\1")
     first = SAMPLER.coin_key(key, bytes(16), 0)
-    assert first == SAMPLER.coin_key(key, bytes(15) + b"\1", 3) != SAMPLER.coin_key(other, bytes(16), 0)
+    assert (
+        first
+        == SAMPLER.coin_key(key, bytes(15) + b"\1", 3)
+        != SAMPLER.coin_key(other, bytes(16), 0)
+    )
     assert first != key.coin_key(bytes(16), 0) and first != key.example_key(bytes(16), 0)
 
 
@@ -180,7 +199,11 @@ def test_a_retry_repeats_its_batch_and_another_key_does_not():
 def test_shuffled_batches_differ_in_size_by_at_most_one(size):
     sampler = ShuffleSampler(size, max(1, size // 7))
     sizes = [len(members) for members in _epoch(sampler, 2)]
-    assert sum(sizes) == size and max(sizes) - min(sizes) <= 1 and max(sizes) == sampler.cap <= max(1, size // 7)
+    assert (
+        sum(sizes) == size
+        and max(sizes) - min(sizes) <= 1
+        and max(sizes) == sampler.cap <= max(1, size // 7)
+    )
 
 
 def test_every_place_in_the_epoch_is_equally_likely():

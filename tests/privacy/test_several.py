@@ -24,7 +24,13 @@ mpmath.mp.dps = 40
 
 def plan_of(n: int, batch: int, steps: int, sigma: float, **more: object) -> PrivacyPlan:
     return make_plan(
-        PlanRequest(num_examples=n, expected_batch_size=batch, num_steps=steps, noise_multiplier=sigma, **more)
+        PlanRequest(
+            num_examples=n,
+            expected_batch_size=batch,
+            num_steps=steps,
+            noise_multiplier=sigma,
+            **more,
+        )
     )  # type: ignore[arg-type]
 
 
@@ -34,7 +40,9 @@ def upper(x: mpmath.mpf) -> mpmath.mpf:
 
 
 @pytest.mark.parametrize(("sigma", "rate"), [(0.45, 4e-4), (0.71, 5.6e-3), (2.0, 0.2), (1.0, 1.0)])
-def test_an_example_of_version_0_1_never_passes_the_edge_more_often(sigma: float, rate: float) -> None:
+def test_an_example_of_version_0_1_never_passes_the_edge_more_often(
+    sigma: float, rate: float
+) -> None:
     """Its contribution is spread over any number of coordinates: the worst of them."""
     edge = mpmath.mpf(group_privacy.EDGE)
     spread = [
@@ -50,8 +58,15 @@ def test_rounded_noise_has_no_edge_and_costs_nothing() -> None:
     plan = plan_of(2000, 100, 50, 0.5)
     assert plan.noise_tail_delta == 0 and plan.accounted_delta == plan.target_delta
     old = replace(plan, noise_kind=None)
-    assert old.noise_tail_delta > 0 and old.accounted_delta == plan.target_delta - old.noise_tail_delta
-    assert replace(plan_of(2000, 100, 50, 1.0, arithmetic="certified"), noise_kind=None).noise_tail_delta == 0
+    assert (
+        old.noise_tail_delta > 0 and old.accounted_delta == plan.target_delta - old.noise_tail_delta
+    )
+    assert (
+        replace(
+            plan_of(2000, 100, 50, 1.0, arithmetic="certified"), noise_kind=None
+        ).noise_tail_delta
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,13 +87,16 @@ def test_the_verifier_counts_the_same(plan: PrivacyPlan) -> None:
 def test_contract_2_a_batch_that_is_cut_moves_by_two_and_its_tail_is_charged() -> None:
     """Half of the batches are cut here: whoever is drawn pushes another one out, and noise is passed at twice the distance."""
     cut, whole = (
-        replace(plan_of(2000, 100, 5, 0.7, cap=cap, target_delta=1e-5), noise_kind=None) for cap in (100, None)
+        replace(plan_of(2000, 100, 5, 0.7, cap=cap, target_delta=1e-5), noise_kind=None)
+        for cap in (100, None)
     )
     edge = group_privacy.EDGE
     random = np.random.default_rng(1)
     full = np.mean(random.binomial(1999, cut.sample_rate, 200_000) >= 100)  # of the others
     drawn = cut.sample_rate * cut.max_intents
-    moved_by_two = float(drawn * full * (upper(mpmath.mpf(edge) - 2 / mpmath.mpf(0.7)) - upper(mpmath.mpf(edge))))
+    moved_by_two = float(
+        drawn * full * (upper(mpmath.mpf(edge) - 2 / mpmath.mpf(0.7)) - upper(mpmath.mpf(edge)))
+    )
     added = cut.noise_tail_delta - whole.noise_tail_delta
     assert 0.97 * moved_by_two < added < 1.1 * moved_by_two and added > 100 * whole.noise_tail_delta
 
@@ -117,8 +135,12 @@ def test_contract_2_several_pay_for_every_batch_that_they_may_cut(copies: int) -
     capped = [(release(-1.0, theirs), release(0.0, theirs)) for theirs in coins]
     chances = stats.binom.pmf(range(copies + 1), copies, rate)
     whole = [(density(Counter(dict(enumerate(chances)))), density(Counter({0.0: 1.0})))]
-    charged = overflow_of_several([accountants.ReleaseGroup(rate, 1.0, 1, copies + len(others), cap)], copies)
-    excesses = [(excess(capped, epsilon), excess(whole, epsilon)) for epsilon in (0.1, 0.5, 1.0, 2.0)]
+    charged = overflow_of_several(
+        [accountants.ReleaseGroup(rate, 1.0, 1, copies + len(others), cap)], copies
+    )
+    excesses = [
+        (excess(capped, epsilon), excess(whole, epsilon)) for epsilon in (0.1, 0.5, 1.0, 2.0)
+    ]
     assert all(of_capped <= of_whole + charged for of_capped, of_whole in excesses)
     assert copies > 1 or any(of_capped > of_whole for of_capped, of_whole in excesses)
 
@@ -130,7 +152,9 @@ def test_no_epsilon_of_several_is_stated_for_noise_of_version_0_1() -> None:
     old = replace(plan, noise_kind=None)
     for copies in (2, 5):
         found = epsilon_of_several(plan, groups, copies, 2e-2)
-        assert found == accountants.epsilon_group(groups, plan.target_delta, copies, 2e-2) < math.inf
+        assert (
+            found == accountants.epsilon_group(groups, plan.target_delta, copies, 2e-2) < math.inf
+        )
         assert epsilon_of_several(old, groups, copies, 2e-2) == math.inf
 
 

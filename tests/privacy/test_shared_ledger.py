@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from privacy.accounting.accountants import ReleaseGroup, epsilon, filter_order, filtered_epsilon, total_epsilon
+from privacy.accounting.accountants import (
+    ReleaseGroup,
+    epsilon,
+    filter_order,
+    filtered_epsilon,
+    total_epsilon,
+)
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
@@ -21,7 +27,12 @@ DELTA = 1e-5
 
 
 def _plan(sigma=2.0, **changes):
-    own = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 60, "noise_multiplier": sigma}
+    own = {
+        "num_examples": 3000,
+        "expected_batch_size": 60,
+        "num_steps": 60,
+        "noise_multiplier": sigma,
+    }
     return make_plan(PlanRequest(**own | {"target_delta": DELTA, "cap": None} | changes))
 
 
@@ -29,7 +40,11 @@ def _open(folder, shared, plan=None, **terms):
     folder.mkdir(exist_ok=True)
     joined = None if shared is None else SharedTerms(shared.path, folder.name, **terms)
     return open_run_state(
-        folder / "ledger.jsonl", folder / "sampling.key", plan or _plan(), data_manifest=b"x", shared=joined
+        folder / "ledger.jsonl",
+        folder / "sampling.key",
+        plan or _plan(),
+        data_manifest=b"x",
+        shared=joined,
     )[0]
 
 
@@ -47,7 +62,9 @@ def test_runs_fixed_in_advance_compose_by_pld(shared, tmp_path):
     group = _plan().release_group(_plan().max_intents)
     for number in range(1, 4):
         _open(tmp_path / f"run{number}", shared, fixed_in_advance=True).release()
-        assert shared.read().epsilon() == pytest.approx(epsilon([group.times(number * group.count)], DELTA), rel=1e-4)
+        assert shared.read().epsilon() == pytest.approx(
+            epsilon([group.times(number * group.count)], DELTA), rel=1e-4
+        )
     assert shared.summary()["accounting"] == "pld"
 
 
@@ -56,8 +73,12 @@ def test_a_run_chosen_after_outputs_goes_through_the_rdp_filter(shared, tmp_path
     before = shared.read().epsilon()
     _open(tmp_path / "b", shared).release()
     state, group = shared.read(), _plan().release_group(62)
-    assert state.epsilon() == filtered_epsilon([group, group], state.opened["delta"] - 2 * _plan().noise_tail_delta,
-                                               state.rdp_order(group), 2.0)  # fmt: skip
+    assert state.epsilon() == filtered_epsilon(
+        [group, group],
+        state.opened["delta"] - 2 * _plan().noise_tail_delta,
+        state.rdp_order(group),
+        2.0,
+    )
     assert state.epsilon() > epsilon([group.times(124)], DELTA) > before
     rows = shared.summary(next(iter(state.reservations)))["runs"]
     assert [(row["name"], row["is_this_run"], row["chosen_after_outputs"]) for row in rows] == [
@@ -97,7 +118,9 @@ def test_no_room_is_exit_3_and_never_fitting_exit_2(shared, tmp_path):
 
 
 def test_what_is_refused_leaves_a_torn_line_to_the_next_that_writes(tmp_path):
-    shared = SharedLedger.create(tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "mirror.jsonl")
+    shared = SharedLedger.create(
+        tmp_path / "owner.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "mirror.jsonl"
+    )
     files = shared.path, tmp_path / "mirror.jsonl"
     with _open(tmp_path / "run", shared) as ledger:
         ledger.start_session({})
@@ -112,10 +135,15 @@ def test_what_is_refused_leaves_a_torn_line_to_the_next_that_writes(tmp_path):
     ):
         with pytest.raises((PrivacyConfigError, BudgetSpent)):
             _open(tmp_path / name, shared, plan)
-    _open(tmp_path / "run", shared).release()  # writes no line, and may be refused by what comes after
+    _open(
+        tmp_path / "run", shared
+    ).release()  # writes no line, and may be refused by what comes after
     assert [path.read_bytes() for path in files] == before
     _open(tmp_path / "new", shared, _plan(20.0)).release()
-    assert shared.path.read_bytes() == files[1].read_bytes() and shared.path.read_bytes().count(b" #torn\n") == 1
+    assert (
+        shared.path.read_bytes() == files[1].read_bytes()
+        and shared.path.read_bytes().count(b" #torn\n") == 1
+    )
     assert len(shared.look().reservations) == 2
 
 
@@ -142,33 +170,51 @@ def test_the_filter_bounds_pld_from_above_and_counts_everything():
     order = filter_order(group, 2.0, DELTA)
     for runs in ([group], [group, group.times(10)]):
         by_filter = total_epsilon(runs, DELTA, adaptive=True, order=order, ceiling=2.0)
-        assert total_epsilon(runs, DELTA, adaptive=False, order=order, ceiling=2.0) < by_filter < math.inf
+        assert (
+            total_epsilon(runs, DELTA, adaptive=False, order=order, ceiling=2.0)
+            < by_filter
+            < math.inf
+        )
     assert total_epsilon([], DELTA, adaptive=True, order=order, ceiling=2.0) == 0
     silent = _plan(0.0, sampling="poisson").release_group(1)
     assert filtered_epsilon([silent], DELTA, order, 2.0) == math.inf
     capped = make_plan(
-        PlanRequest(num_examples=3000, expected_batch_size=60, num_steps=60, noise_multiplier=2.0, cap=70)
+        PlanRequest(
+            num_examples=3000, expected_batch_size=60, num_steps=60, noise_multiplier=2.0, cap=70
+        )
     )
     assert filtered_epsilon([capped.release_group(60)], DELTA, order, 2.0) == math.inf
     # Small noise at a small rate: above a low order nothing would be amplified any more.
     small = ReleaseGroup(0.008, 1.0, 24)
-    assert total_epsilon([small] * 2, DELTA, adaptive=True, order=filter_order(small, 4.0, DELTA), ceiling=4.0) < 4
+    assert (
+        total_epsilon(
+            [small] * 2, DELTA, adaptive=True, order=filter_order(small, 4.0, DELTA), ceiling=4.0
+        )
+        < 4
+    )
     assert filter_order(small, 8.0, DELTA) < filter_order(ReleaseGroup(1.0, 10.0, 1), 2.0, DELTA)
 
 
 def test_runs_without_a_guarantee_are_counted_where_the_owner_permits_them(shared, tmp_path):
     """One by one: what is deleted and trained anew under its name has read the data twice."""
     simulated = _plan(informal_reasons=("TAN simulation",))
-    with pytest.raises(PrivacyConfigError, match="without a formal guarantee cannot reserve: TAN simulation"):
+    with pytest.raises(
+        PrivacyConfigError, match="without a formal guarantee cannot reserve: TAN simulation"
+    ):
         _open(tmp_path / "run", shared, simulated)
-    open_minded = SharedLedger.create(tmp_path / "open.jsonl", epsilon=2.0, delta=DELTA, informal_runs=True)
+    open_minded = SharedLedger.create(
+        tmp_path / "open.jsonl", epsilon=2.0, delta=DELTA, informal_runs=True
+    )
     for attempt in range(2):
         for _ in range(2):  # a resume is the same run
             with _open(tmp_path / "simulated", open_minded, simulated) as ledger:
                 ledger.start_session({})
         assert len(open_minded.summary()["informal_runs"]) == attempt + 1
         shutil.rmtree(tmp_path / "simulated")
-    assert open_minded.summary()["informal_runs"] == [{"name": "simulated", "reason": "TAN simulation"}] * 2
+    assert (
+        open_minded.summary()["informal_runs"]
+        == [{"name": "simulated", "reason": "TAN simulation"}] * 2
+    )
     assert open_minded.summary()["epsilon_reserved"] == 0
 
 
@@ -192,7 +238,9 @@ def test_cut_off_lines_are_missed_by_the_runs_that_saw_them_and_by_the_mirror(sh
             ledger.start_session({})
     assert mirrored.path.read_bytes() == (tmp_path / "elsewhere.jsonl").read_bytes()
     with pytest.raises(PrivacyConfigError, match="a mirror of a new shared ledger is a new file"):
-        SharedLedger.create(tmp_path / "third.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "elsewhere.jsonl")
+        SharedLedger.create(
+            tmp_path / "third.jsonl", epsilon=2.0, delta=DELTA, mirror=tmp_path / "elsewhere.jsonl"
+        )
 
 
 def test_a_mirror_is_another_file_in_a_folder_that_is_there(tmp_path):
@@ -202,7 +250,10 @@ def test_a_mirror_is_another_file_in_a_folder_that_is_there(tmp_path):
     for name in ("owner.jsonl", "./owner.jsonl", "gone/mirror.jsonl", "pipe", "nowhere", "."):
         with pytest.raises(PrivacyConfigError) as refused:
             SharedLedger.create(path, **terms, mirror=tmp_path / name)
-        assert "\n" not in str(refused.value) and sorted(os.listdir(tmp_path)) == ["nowhere", "pipe"], name
+        assert "\n" not in str(refused.value) and sorted(os.listdir(tmp_path)) == [
+            "nowhere",
+            "pipe",
+        ], name
     SharedLedger.create(path, **terms)
     with pytest.raises(PrivacyConfigError, match="exists already; to see it: "):
         SharedLedger.create(path, **terms, mirror=tmp_path / "mirror.jsonl")
@@ -219,7 +270,12 @@ def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):
     # Deleted and trained anew, or outside of the grid, whatever is said of it: what came of the others has been seen.
     for run, name in (("b", "b"), ("c", "b"), ("d", "z")):
         _reserve(shared, run * 64, name, _plan(), fixed_in_advance=True)
-    assert [run["chosen_after_outputs"] for run in shared.summary()["runs"]] == [False, False, True, True]
+    assert [run["chosen_after_outputs"] for run in shared.summary()["runs"]] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_each_study_on_an_owner_s_ledger_has_its_own_grid(shared):
@@ -264,7 +320,9 @@ def test_a_copied_run_folder_cannot_go_on_beside_the_original(shared, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["checkpoint", "close"])
-def test_a_copy_made_during_a_session_is_refused_once_the_original_went_on(shared, tmp_path, session, end):
+def test_a_copy_made_during_a_session_is_refused_once_the_original_went_on(
+    shared, tmp_path, session, end
+):
     shutil.copytree(tmp_path / "run", tmp_path / "backup")
     _steps(session, 6, 20)
     if end == "checkpoint":
@@ -288,7 +346,10 @@ def test_the_original_stops_when_a_copy_has_taken_its_budget_over(shared, tmp_pa
             _steps(session, 6, 6)
         assert refused.value.exit_code == 4
         assert session.path.read_bytes() == lines  # stopped before the charge
-        for late in (lambda: session.checkpoint(5, "step-00000005", "0" * 64), lambda: session.close("finished")):
+        for late in (
+            lambda: session.checkpoint(5, "step-00000005", "0" * 64),
+            lambda: session.close("finished"),
+        ):
             with pytest.raises(PrivacyStateRefused, match="another copy"):
                 late()
         _steps(copy, 6, 20)

@@ -79,7 +79,13 @@ def draw(number: int, largest_delta: float = 1e-3) -> Case:
     batch = min(n, max(1, round(n * rng.choice([1.0, rng.random(), 10 ** rng.uniform(-3, 0)]))))
     steps = round(10 ** rng.uniform(0, 5))
     delta = largest_delta * 10 ** rng.uniform(-6, 0)
-    signal = batch / n * math.sqrt(steps) * math.sqrt(2 * math.log(1 / delta)) / 10 ** rng.uniform(-0.7, 0.8)
+    signal = (
+        batch
+        / n
+        * math.sqrt(steps)
+        * math.sqrt(2 * math.log(1 / delta))
+        / 10 ** rng.uniform(-0.7, 0.8)
+    )
     sigma = max(0.6, signal)
     cap = rng.choice([None, batch, batch + 1, "near delta", "near delta", "near delta"])
     if cap == "near delta":
@@ -104,7 +110,13 @@ def tail(n: int, rate: float, cap: int) -> float:
     if rate >= 1:
         return float(n > cap)
     k = np.arange(max(cap + 1, 0), min(n, cap + 20 + round(60 * math.sqrt(n * rate))) + 1)
-    terms = gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1) + k * math.log(rate) + (n - k) * math.log1p(-rate)
+    terms = (
+        gammaln(n + 1)
+        - gammaln(k + 1)
+        - gammaln(n - k + 1)
+        + k * math.log(rate)
+        + (n - k) * math.log1p(-rate)
+    )
     return float(np.exp(terms).sum())
 
 
@@ -139,7 +151,10 @@ def converted(divergence: float, order: float, delta: float) -> float:
 
 
 def by_renyi(case: Case, delta: float, orders: Sequence[float]) -> float:
-    return min(converted(case.steps * renyi(case.rate, case.sigma, order), order, delta) for order in orders)
+    return min(
+        converted(case.steps * renyi(case.rate, case.sigma, order), order, delta)
+        for order in orders
+    )
 
 
 # Composed privacy losses
@@ -149,7 +164,9 @@ Mixture = dict[float, float]
 
 
 def log_density(mixture: Mixture, x: Floats, sigma: float) -> Floats:
-    terms = [math.log(p) - (x - shift) ** 2 / (2 * sigma**2) for shift, p in mixture.items() if p > 0]
+    terms = [
+        math.log(p) - (x - shift) ** 2 / (2 * sigma**2) for shift, p in mixture.items() if p > 0
+    ]
     return np.asarray(logsumexp(terms, axis=0))
 
 
@@ -173,7 +190,9 @@ def one_way(first: Mixture, second: Mixture, sigma: float, steps: int) -> tuple[
     low = np.floor(place)
     one = np.zeros(POINTS)
     for index, weight in ((low, mass * (low + 1 - place)), (low + 1, mass * (place - low))):
-        np.add.at(one, index.astype(np.int64) % POINTS, weight)  # what is behind the reach has no mass
+        np.add.at(
+            one, index.astype(np.int64) % POINTS, weight
+        )  # what is behind the reach has no mass
     composed = np.fft.irfft(np.fft.rfft(one) ** steps, POINTS)
     losses = (np.arange(POINTS) - POINTS // 2) * h + steps * mean
     return losses, np.roll(composed, POINTS // 2).clip(min=0)
@@ -245,7 +264,9 @@ def test_contract_10_epsilon_is_that_of_the_verifier_and_of_a_quadrature(number:
 def test_contract_10_a_table_never_says_less_than_the_verifier(number: int) -> None:
     case = draw(number)
     table = EpsilonTable(case.group, case.delta, case.steps + 5, case.steps)
-    assert table.epsilon(case.steps) == pytest.approx(verify.epsilon([case.theirs], case.delta), rel=3e-9)
+    assert table.epsilon(case.steps) == pytest.approx(
+        verify.epsilon([case.theirs], case.delta), rel=3e-9
+    )
     for count in {1, -(-case.steps // 3)}:
         theirs = verify.epsilon([case.theirs._replace(releases=count)], case.delta)
         assert table.epsilon(count) >= theirs * (1 - 3e-9)
@@ -257,7 +278,10 @@ ORDERS = rdp_privacy_accountant.DEFAULT_RDP_ORDERS
 @pytest.mark.parametrize("number", CASES)
 def test_contract_10_renyi_dp_is_that_of_the_verifier_and_of_a_quadrature(number: int) -> None:
     case = draw(number)
-    value, exact = accountants.epsilon_rdp([case.group], case.delta), by_renyi(case, case.delta, ORDERS)
+    value, exact = (
+        accountants.epsilon_rdp([case.group], case.delta),
+        by_renyi(case, case.delta, ORDERS),
+    )
     assert value == pytest.approx(verify.renyi((case.theirs,), case.delta), rel=1e-9)
     assert exact * (1 - 1e-6) <= value <= exact * (1 + HIDDEN)
 
@@ -267,7 +291,9 @@ def test_contract_2_below_delta_1e_12_the_overflow_of_the_cap_is_charged(number:
     """The smallest epsilon that is enough for the uncapped run at what the overflow leaves of delta."""
     case = draw(number, 1e-12)
     tau = overflow(case)
-    assert accountants.overflow_probability([case.group]) == pytest.approx(tau, rel=1e-6, abs=1e-300)
+    assert accountants.overflow_probability([case.group]) == pytest.approx(
+        tau, rel=1e-6, abs=1e-300
+    )
     if case.rate == 1 and case.cap is None:
         return  # one Gaussian, which the verifier has, too
     value, exact = accountants.epsilon([case.group], case.delta), by_renyi(case, case.delta, ORDERS)
@@ -293,13 +319,19 @@ def test_contract_10_an_rdp_filter_is_one_order_of_all_runs_together(number: int
     order = accountants.filter_order(first.group, ceiling, delta)
     for cases in ((first,), (first, second)):
         groups = [case.group for case in cases]
-        value, exact = accountants.filtered_epsilon(groups, delta, order, ceiling), spent(order, *cases)
+        value, exact = (
+            accountants.filtered_epsilon(groups, delta, order, ceiling),
+            spent(order, *cases),
+        )
         assert value == exact or value >= exact * (1 - 1e-6)
         if (
             float(order).is_integer() or len(cases) == 1
         ):  # a fractional order of the first run may bound others coarsely
             assert value == exact or value <= exact * (1 + HIDDEN)
-        assert accountants.total_epsilon(groups, delta, adaptive=True, order=order, ceiling=ceiling) == value
+        assert (
+            accountants.total_epsilon(groups, delta, adaptive=True, order=order, ceiling=ceiling)
+            == value
+        )
 
     def capacity(order: float) -> float:
         """How many runs like the first one fit."""
@@ -312,7 +344,9 @@ def test_contract_10_an_rdp_filter_is_one_order_of_all_runs_together(number: int
 
 @pytest.mark.parametrize("number", CASES)
 @pytest.mark.parametrize("copies", [2, 5])
-def test_contract_2_several_examples_are_a_mixture_and_pay_for_the_cap(number: int, copies: int) -> None:
+def test_contract_2_several_examples_are_a_mixture_and_pay_for_the_cap(
+    number: int, copies: int
+) -> None:
     case = draw(number)
     interval = 1e-3 if case.sigma > 5 else 1e-2
     value = epsilon_of_several(case.plan, [case.group], copies, interval)
@@ -323,4 +357,6 @@ def test_contract_2_several_examples_are_a_mixture_and_pay_for_the_cap(number: i
     exact = composed(several(case.rate, copies), NOBODY, case.sigma, case.steps, left)
     assert at_least(exact) <= value <= at_most(case, exact, interval, copies)
     if case.rate < 1 or case.cap is not None:
-        assert accountants.epsilon_group([case.group], left, copies, interval) == pytest.approx(value, rel=1e-9)
+        assert accountants.epsilon_group([case.group], left, copies, interval) == pytest.approx(
+            value, rel=1e-9
+        )

@@ -56,16 +56,24 @@ def explained(y_D: np.ndarray, sum_D: np.ndarray) -> float:
     """Share of pairs of coordinates whose y is the sum and sigma times what Box-Muller makes of some two uniforms."""
     z_D, half = (y_D - sum_D) / SIGMA, WIDTH // 2
     a_P, b_P = z_D[:half], z_D[half:]
-    first_P, second_P = np.exp(-(a_P**2 + b_P**2) / 2), np.mod(np.arctan2(b_P, a_P), 2 * np.pi) / (2 * np.pi)
+    first_P, second_P = (
+        np.exp(-(a_P**2 + b_P**2) / 2),
+        np.mod(np.arctan2(b_P, a_P), 2 * np.pi) / (2 * np.pi),
+    )
     k = np.arange(-AROUND, AROUND + 1)
     uniforms = (
-        first_P[:, None, None] + k[None, :, None] * np.spacing(first_P)[:, None, None] + 0.0 * k[None, None, :],
-        second_P[:, None, None] + k[None, None, :] * np.spacing(second_P)[:, None, None] + 0.0 * k[None, :, None],
+        first_P[:, None, None]
+        + k[None, :, None] * np.spacing(first_P)[:, None, None]
+        + 0.0 * k[None, None, :],
+        second_P[:, None, None]
+        + k[None, None, :] * np.spacing(second_P)[:, None, None]
+        + 0.0 * k[None, :, None],
     )
     u_PKK, v_PKK = (torch.from_numpy(one) for one in uniforms)
     radius_PKK, angle_PKK = u_PKK.log().mul(-2.0).sqrt(), v_PKK.mul(2 * math.pi)
     hits = [
-        torch.from_numpy(of_sum)[:, None, None].add(normal_PKK, alpha=SIGMA) == torch.from_numpy(of_y)[:, None, None]
+        torch.from_numpy(of_sum)[:, None, None].add(normal_PKK, alpha=SIGMA)
+        == torch.from_numpy(of_y)[:, None, None]
         for normal_PKK, of_sum, of_y in (
             (radius_PKK * angle_PKK.cos(), sum_D[:half], y_D[:half]),
             (radius_PKK * angle_PKK.sin(), sum_D[half:], y_D[half:]),
@@ -74,7 +82,9 @@ def explained(y_D: np.ndarray, sum_D: np.ndarray) -> float:
     return float((hits[0] & hits[1]).flatten(1).any(1).double().mean())
 
 
-def test_contract_7_a_float64_model_does_not_tell_which_of_two_neighbours_it_saw(tmp_path: Path) -> None:
+def test_contract_7_a_float64_model_does_not_tell_which_of_two_neighbours_it_saw(
+    tmp_path: Path,
+) -> None:
     """With noise made of doubles the true sum explained every pair, and its neighbour's one in seven."""
     x_ND = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(1))
     model = Zero()
@@ -82,11 +92,20 @@ def test_contract_7_a_float64_model_does_not_tell_which_of_two_neighbours_it_saw
     with (
         quick(),
         PrivateLoop(
-            model, optimizer, TensorDataset(x_ND), example=(floats(WIDTH),), loss=model, run_dir=tmp_path / "run",
-            starts_from="public", expected_batch_size=N, num_steps=1, micro_batch_size=N, noise_multiplier=SIGMA,
+            model,
+            optimizer,
+            TensorDataset(x_ND),
+            example=(floats(WIDTH),),
+            loss=model,
+            run_dir=tmp_path / "run",
+            starts_from="public",
+            expected_batch_size=N,
+            num_steps=1,
+            micro_batch_size=N,
+            noise_multiplier=SIGMA,
             target_delta=1e-3,
         ) as loop,
-    ):  # fmt: skip
+    ):
         assert len(list(loop)) == 1
     y_D = -model.head.weight.detach().flatten().numpy() * N  # N is a power of two: exact
     neighbour_ND = x_ND.clone()
@@ -95,7 +114,10 @@ def test_contract_7_a_float64_model_does_not_tell_which_of_two_neighbours_it_saw
     assert 0.9 < np.linalg.norm(true_D - other_D) < 1.001
     share, share_of_other = explained(y_D, true_D), explained(y_D, other_D)
     # Two shares of 300 pairs each, of which chance explains some 14 %.
-    assert abs(share - share_of_other) < 5 * math.sqrt(2 * 0.14 * 0.86 / 300), (share, share_of_other)
+    assert abs(share - share_of_other) < 5 * math.sqrt(2 * 0.14 * 0.86 / 300), (
+        share,
+        share_of_other,
+    )
 
 
 # S + round(N) = round(S + N), on what a run adds up and hands to its optimizer
@@ -148,21 +170,33 @@ def step_of(mode: str, noise: Any, bound: float, sigma: float = 1.5) -> tuple[Cl
     changed = dict(MODES[mode])
     dtype, accumulator = changed.pop("dtype", torch.float32), changed.pop("accumulator", LocalSums)
     fields = {
-        "num_examples": 400, "expected_batch_size": 24, "num_steps": 3, "noise_multiplier": sigma,
-        "max_grad_norm": bound, "sensitivity_slack": 1e-3, "informal_reasons": ("a test",),
-    }  # fmt: skip
+        "num_examples": 400,
+        "expected_batch_size": 24,
+        "num_steps": 3,
+        "noise_multiplier": sigma,
+        "max_grad_norm": bound,
+        "sensitivity_slack": 1e-3,
+        "informal_reasons": ("a test",),
+    }
     plan = make_plan(PlanRequest(**fields | changed))  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 1)).to(dtype)
     clipped = plan.clipped_sum(model, accumulator=accumulator, rows=64, self_check=False)
     engine, x_BD = Captured(model), torch.randn(48, SIDE, dtype=dtype)
     mechanism = Mechanism(
-        plan=plan, clipped=clipped, engine=engine, task=lambda x_BD: model(x_BD)[:, 0], noise=noise,  # type: ignore[arg-type]
+        plan=plan,
+        clipped=clipped,
+        engine=engine,
+        task=lambda x_BD: model(x_BD)[:, 0],
+        noise=noise,  # type: ignore[arg-type]
         ledger=SimpleNamespace(intent=lambda *_, **__: None, done=lambda *_, **__: None),  # type: ignore[arg-type]
-        learning_rate=lambda _: 1.0, note_charge=lambda _: None,
-    )  # fmt: skip
+        learning_rate=lambda _: 1.0,
+        note_charge=lambda _: None,
+    )
     batches = [
-        SimpleNamespace(inputs={"x_BD": part}, is_padding_B=torch.zeros(16, dtype=torch.bool), num_undecodable=0)
+        SimpleNamespace(
+            inputs={"x_BD": part}, is_padding_B=torch.zeros(16, dtype=torch.bool), num_undecodable=0
+        )
         for part in x_BD.split(16)
     ]
     train_step(mechanism, 1, iter(batches))
@@ -176,7 +210,9 @@ class Silent:
 
 @pytest.mark.parametrize("bound", [1.0, 0.37])
 @pytest.mark.parametrize("mode", MODES)
-def test_contract_7_what_the_optimizer_gets_is_the_rounded_gaussian_mechanism(mode: str, bound: float) -> None:
+def test_contract_7_what_the_optimizer_gets_is_the_rounded_gaussian_mechanism(
+    mode: str, bound: float
+) -> None:
     """In steps of the sum and exactly: whole sums without noise, and round(S + N) with it, for N as it was drawn."""
     source = Reals()
     _, silent = step_of(mode, Silent(), bound)
@@ -185,15 +221,21 @@ def test_contract_7_what_the_optimizer_gets_is_the_rounded_gaussian_mechanism(mo
     assert exponent is not None
     if mode == "6 bytes":
         assert clipped.grid.layout_of(SIDE * SIDE) == "int32+int16"
-    assert {Fraction(d) for d in source.deviations} == {Fraction(deviation_in_units(1.5 * bound, exponent))}
-    assert Fraction(source.deviations[0]) >= Fraction(1.5) * Fraction(bound) * Fraction(2) ** exponent
+    assert {Fraction(d) for d in source.deviations} == {
+        Fraction(deviation_in_units(1.5 * bound, exponent))
+    }
+    assert (
+        Fraction(source.deviations[0]) >= Fraction(1.5) * Fraction(bound) * Fraction(2) ** exponent
+    )
     moved = 0
     for without, with_noise, real in zip(silent.values, noisy.values, source.reals, strict=True):
         assert without.dtype == with_noise.dtype == torch.float64
         total = (without * 24 * 2.0**exponent).round()
         assert torch.equal(total * 2.0**-exponent / 24, without), "sums are whole steps"
         pairs = zip(total.tolist(), real.tolist(), strict=True)
-        expected = torch.tensor([rounded(Fraction(s) + Fraction(n)) for s, n in pairs], dtype=torch.float64)
+        expected = torch.tensor(
+            [rounded(Fraction(s) + Fraction(n)) for s, n in pairs], dtype=torch.float64
+        )
         assert torch.equal(expected * 2.0**-exponent / 24, with_noise)
         moved += int((total != 0).sum())
     assert moved > SIDE * SIDE
@@ -213,7 +255,9 @@ def test_contract_7_the_step_is_coarser_where_the_noise_could_not_be_drawn(
     for sigma in (1e-9, 0.3, 255.9, 256.0, 2.0**10, 2.0**11, 1e4, 2.0**19, 2.0**21, 2.0**36):
         coarsest = next(b for b in range(1, 99) if coordinates * 4**13 <= 4 ** (b - 1))
         if deviation_in_units(sigma * math.nextafter(1.0, 0), coarsest) > MOST_DEVIATION:
-            with pytest.raises(PrivacyConfigError, match=r"passes what is drawn exactly, 2\^50 steps"):
+            with pytest.raises(
+                PrivacyConfigError, match=r"passes what is drawn exactly, 2\^50 steps"
+            ):
                 Grid.of(coordinates, dtype, cap, noise_multiplier=sigma)
             continue
         grid = Grid.of(coordinates, dtype, cap, noise_multiplier=sigma)
@@ -221,7 +265,10 @@ def test_contract_7_the_step_is_coarser_where_the_noise_could_not_be_drawn(
             unit = grid.unit(bound)
             assert unit is not None
             assert 0 < deviation_in_units(sigma * bound, unit.exponent) <= MOST_DEVIATION
-            assert coordinates * Fraction(4) ** 13 <= Fraction(bound) ** 2 * Fraction(4) ** unit.exponent
+            assert (
+                coordinates * Fraction(4) ** 13
+                <= Fraction(bound) ** 2 * Fraction(4) ** unit.exponent
+            )
             assert 2 * cap * unit.largest <= LARGEST_INT64 and LARGEST_INT64 + 2**56 < 2**63
         assert grid.bits <= usual.bits
         finer = deviation_in_units(sigma * math.nextafter(1.0, 0), grid.bits + 1)
@@ -253,4 +300,6 @@ def test_contract_7_a_step_is_there_exactly_where_noise_is(made_for: float, draw
 def test_contract_7_without_noise_sums_stay_doubles_and_nothing_is_drawn() -> None:
     _, engine = step_of("6 bytes", None, 1.0, sigma=0.0)
     assert all(values.dtype == torch.float64 for values in engine.values)
-    assert float((torch.cat(engine.values).abs() * 2.0**40 % 1).max()) > 0, "a step would have rounded small gradients"
+    assert float((torch.cat(engine.values).abs() * 2.0**40 % 1).max()) > 0, (
+        "a step would have rounded small gradients"
+    )

@@ -36,14 +36,23 @@ def run_part(name: str, folder: Path, *, anew: bool) -> None:
         "sizes": part.sizes,
         "stages": part.stages,
     }
-    JSON_RECORD.write_text(json.dumps({name: record[name] for name in PARTS if name in record}, indent=1) + "\n")
+    JSON_RECORD.write_text(
+        json.dumps({name: record[name] for name in PARTS if name in record}, indent=1) + "\n"
+    )
     JSON_RECORD.with_suffix(".md").write_text(page_of())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=PARTS, help="this one alone")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "rehearsal", help="where the parts' files lie")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "runs" / "rehearsal",
+        help="where the parts' files lie",
+    )
     parser.add_argument("--anew", action="store_true", help="forget the stages that are done")
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -52,7 +61,15 @@ def main() -> int:
         return 0
     failed = []
     for name in [options.part] if options.part else PARTS:
-        words = [sys.executable, "-m", "tests.rehearsal", "--run", name, "--folder", str(options.folder)]
+        words = [
+            sys.executable,
+            "-m",
+            "tests.rehearsal",
+            "--run",
+            name,
+            "--folder",
+            str(options.folder),
+        ]
         if subprocess.run(words + ["--anew"] * options.anew, cwd=ROOT, check=False).returncode != 0:
             failed.append(name)
     for name in failed:

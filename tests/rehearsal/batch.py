@@ -31,7 +31,9 @@ SECONDS_INTO_STEP_2 = 30.0
 """The run is killed so long after its first step is done."""
 
 
-def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, micro_batch_size: int = 2048) -> None:
+def rehearse(
+    part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, micro_batch_size: int = 2048
+) -> None:
     """Makes the shards, takes step 1, is killed in step 2, takes it again, and has three programs check the run."""
     shards, run_dir, index = part.folder / "shards", part.folder / "run", part.folder / "index"
     python = sys.executable
@@ -43,16 +45,34 @@ def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH, m
     ]
     train = [
         *(Path(sys.executable).parent / "deepspeed", "--num_gpus", "2", "launch_scripts/train.py"),
-        *("--ds_config", "ds_configs/zero3.json", "--recipe", "tests/rehearsal/batch.toml", "--run_dir", run_dir),
+        *(
+            "--ds_config",
+            "ds_configs/zero3.json",
+            "--recipe",
+            "tests/rehearsal/batch.toml",
+            "--run_dir",
+            run_dir,
+        ),
         *settings,
     ]
     part.stage("write shards", lambda: write_shards(shards, num_examples))
     prepare = (python, "launch_scripts/prepare.py", "index", shards, "--output", index)
-    part.stage("prepare.py index", lambda: {"verdict": command(*prepare).strip().splitlines()[-1].partition(": ")[0]})
-    part.stage("dry run", lambda: {"dealt": dealt_step(command(*train, "--dry_run", log=part.folder / "dry.log"))})
-    part.stage("step 1, killed in step 2", lambda: killed_in_step_2(train, run_dir, part.folder / "killed.log"))
+    part.stage(
+        "prepare.py index",
+        lambda: {"verdict": command(*prepare).strip().splitlines()[-1].partition(": ")[0]},
+    )
+    part.stage(
+        "dry run",
+        lambda: {"dealt": dealt_step(command(*train, "--dry_run", log=part.folder / "dry.log"))},
+    )
+    part.stage(
+        "step 1, killed in step 2",
+        lambda: killed_in_step_2(train, run_dir, part.folder / "killed.log"),
+    )
     part.stage("resume, step 2", lambda: resumed(train, run_dir, part.folder / "resumed.log"))
-    part.stage("verify.py", lambda: last_line(command(python, "-I", run_dir / "verify.py", run_dir)))
+    part.stage(
+        "verify.py", lambda: last_line(command(python, "-I", run_dir / "verify.py", run_dir))
+    )
     for audit in ("ledger", "schedule"):
         words = (python, "launch_scripts/audit.py", audit, "--run_dir", run_dir)
         part.stage(f"audit {audit}", lambda words=words: last_line(command(*words)))
@@ -66,16 +86,26 @@ def write_shards(folder: Path, num_examples: int) -> dict[str, Any]:
         path = folder / f"train-{number:05}.tar"
         if not path.exists():
             with named_when_whole(path) as temporary, temporary.open("wb") as file:
-                file.writelines(tar_blocks(number, first, min(first + EXAMPLES_A_SHARD, num_examples)))
+                file.writelines(
+                    tar_blocks(number, first, min(first + EXAMPLES_A_SHARD, num_examples))
+                )
     paths = list(folder.glob("*.tar"))
-    return {"examples": num_examples, "shards": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+    return {
+        "examples": num_examples,
+        "shards": len(paths),
+        "bytes": sum(path.stat().st_size for path in paths),
+    }
 
 
 def tar_blocks(number: int, first: int, stop: int) -> Iterator[bytes]:
     """Yields the blocks of shard `number`: examples `first` to `stop`, each noise as a PNG and two words, and the end."""
-    pictures = np.random.default_rng(number).integers(0, 256, (stop - first, 8, 8, 3), dtype=np.uint8)
+    pictures = np.random.default_rng(number).integers(
+        0, 256, (stop - first, 8, 8, 3), dtype=np.uint8
+    )
     for example in range(first, stop):
-        words = f"{WORDS[example % 8]} {WORDS[example // 8 % 8]}".encode()  # of the recipe's tokenizer
+        words = (
+            f"{WORDS[example % 8]} {WORDS[example // 8 % 8]}".encode()
+        )  # of the recipe's tokenizer
         for extension, payload in (("png", png_of(pictures[example - first])), ("txt", words)):
             member = tarfile.TarInfo(f"{example:08}.{extension}")
             member.size = len(payload)
@@ -91,7 +121,10 @@ def png_of(pixels_HWC: NDArray[np.uint8]) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 0)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
         for kind, content in chunks
     )
 
@@ -101,9 +134,13 @@ def killed_in_step_2(train: list[object], run_dir: Path, log: Path) -> dict[str,
     began = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [str(word) for word in train], cwd=ROOT, env=quiet_environment(), stdout=file, stderr=subprocess.STDOUT,
+            [str(word) for word in train],
+            cwd=ROOT,
+            env=quiet_environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
     while count(run_dir, "checkpoint") == 0:
         assert process.poll() is None, log.read_text()[-3000:]
         time.sleep(1)
@@ -132,7 +169,10 @@ def end_session(process: "subprocess.Popen[bytes]") -> None:
 def pids_of(words: str) -> list[str]:
     """The processes of this user whose command line holds `words` and the part's recipe."""
     listed = subprocess.run(
-        ["pgrep", "-f", f"{words}.*rehearsal/batch.toml"], capture_output=True, text=True, check=False
+        ["pgrep", "-f", f"{words}.*rehearsal/batch.toml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return listed.stdout.split()
 

@@ -47,9 +47,13 @@ def rehearse(part: Part, plans: Mapping[PlanRequest, Sequence[str]] | None = Non
     """
     asked = distinct_plans() if plans is None else plans
     for request, names in asked.items():
-        part.stage(title(request, names), lambda request=request, names=names: account(request, names))
+        part.stage(
+            title(request, names), lambda request=request, names=names: account(request, names)
+        )
     for statement in statements() if plans is None else ():
-        part.stage(f"{statement.file}: {statement.about}", lambda statement=statement: check(statement))
+        part.stage(
+            f"{statement.file}: {statement.about}", lambda statement=statement: check(statement)
+        )
     part.ran(plans=len(asked))
 
 
@@ -59,7 +63,10 @@ def distinct_plans() -> dict[PlanRequest, list[str]]:
     configs = {path.relative_to(ROOT).as_posix(): load_config(path) for path in recipes}
     for path in sorted(ROOT.glob("studies/*.toml")):
         name = path.relative_to(ROOT).as_posix()
-        configs |= {f"{name} {point.name}": point.config for point in plan_points(load_study(path), name, ROOT)}
+        configs |= {
+            f"{name} {point.name}": point.config
+            for point in plan_points(load_study(path), name, ROOT)
+        }
     plans: dict[PlanRequest, list[str]] = {}
     for name, config in configs.items():
         if config.privacy.enabled and not config.privacy.simulation:
@@ -71,7 +78,11 @@ def distinct_plans() -> dict[PlanRequest, list[str]]:
 
 def title(request: PlanRequest, names: Sequence[str]) -> str:
     """The name of a plan's stage: the first that has it, and its numbers."""
-    noise = f"epsilon {request.target_epsilon}" if request.target_epsilon else f"sigma {request.noise_multiplier}"
+    noise = (
+        f"epsilon {request.target_epsilon}"
+        if request.target_epsilon
+        else f"sigma {request.noise_multiplier}"
+    )
     sizes = f"n {request.num_examples:,}, B {request.expected_batch_size:,}, T {request.num_steps:,}, {noise}"
     return f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {sizes}"
 
@@ -85,20 +96,34 @@ def account(request: PlanRequest, names: Sequence[str]) -> dict[str, Any]:
         library = summarise(plan, say, extras=False)
     planned, most, rdp = (library[f"epsilon_{name}"] for name in ("pld", "with_reserve", "rdp"))
     lower, estimate, upper = (library[f"epsilon_prv{end}"] for end in ("_lower", "", "_upper"))
-    if lower is not None:  # the quadrature of that accountant fails for some plans, which the planner says
-        assert lower <= estimate <= upper and lower <= planned <= 1.01 * upper, (lower, estimate, upper, planned)
+    if (
+        lower is not None
+    ):  # the quadrature of that accountant fails for some plans, which the planner says
+        assert lower <= estimate <= upper and lower <= planned <= 1.01 * upper, (
+            lower,
+            estimate,
+            upper,
+            planned,
+        )
     assert planned < most and planned <= rdp * (1 + 1e-3) + 1e-3, (planned, most, rdp)
     assert plan.formal_guarantee and plan.cap is not None
     if plan.target_epsilon is not None:
-        assert plan.target_epsilon - 1e-3 <= most <= plan.target_epsilon, (plan.target_epsilon, most)
+        assert plan.target_epsilon - 1e-3 <= most <= plan.target_epsilon, (
+            plan.target_epsilon,
+            most,
+        )
 
     with lap(measured, "verify"):
         read = verify.read_plan(json.loads(json.dumps(plan.frozen_fields())), head=False)
         left = read["target_delta"] - read.noise_tail()
-        verified = [verify.epsilon([read.releases(count)], left) for count in (plan.num_steps, plan.max_intents)]
-    assert all(math.isclose(a, b, rel_tol=verify.HAIR) for a, b in zip(verified, (planned, most), strict=True)), (
-        verified
-    )
+        verified = [
+            verify.epsilon([read.releases(count)], left)
+            for count in (plan.num_steps, plan.max_intents)
+        ]
+    assert all(
+        math.isclose(a, b, rel_tol=verify.HAIR)
+        for a, b in zip(verified, (planned, most), strict=True)
+    ), verified
     assert math.isclose(read.noise_tail(), plan.noise_tail_delta, rel_tol=verify.HAIR)
     assert plan.expected_batch_size <= plan.cap <= read["usual_cap"]
 
@@ -111,24 +136,43 @@ def account(request: PlanRequest, names: Sequence[str]) -> dict[str, Any]:
         assert table is not None
         known = [table.epsilon(count) for count in (half, plan.num_steps, plan.max_intents)]
         exact = plan.epsilon_after(half)
-    assert exact is not None and exact <= known[0] <= planned and known[1:] == [planned, most], (exact, known)
+    assert exact is not None and exact <= known[0] <= planned and known[1:] == [planned, most], (
+        exact,
+        known,
+    )
     with lap(measured, "second_composition"):
         composed, reached = compose_again(releases, most, delta)
     roundings = (reached - delta) / (plan.max_intents * ROUNDING)
     assert roundings <= MOST_ROUNDINGS, f"delta is {reached:.6g} at the claim for {delta:.6g}"
 
-    comments = [COMMENT.findall((ROOT / name).read_text().replace("\n# ", " ")) for name in names if " " not in name]
+    comments = [
+        COMMENT.findall((ROOT / name).read_text().replace("\n# ", " "))
+        for name in names
+        if " " not in name
+    ]
     for reserve_said, planned_said in (pair for pairs in comments for pair in pairs):
-        assert is_as_said(reserve_said, most, releases, delta) and is_as_said(planned_said, planned, releases, delta)
+        assert is_as_said(reserve_said, most, releases, delta) and is_as_said(
+            planned_said, planned, releases, delta
+        )
     bracket = "fails here" if lower is None else f"{lower:.4f} to {upper:.4f}"
     seconds = {name: value for name, value in measured.items() if "processor" in name}
     return {
-        "sigma": plan.noise_multiplier, "cap": plan.cap, "reserve": plan.reserved_attempts, "delta": plan.target_delta,
-        "planned": planned, "with_reserve": most, "rdp": rdp, "prv": bracket,
-        "filter": filtered if math.isfinite(filtered) else "none: batches above the cap cost more than delta",
-        "composed_again": composed, "claim_less_that": most - composed, "roundings": roundings,
+        "sigma": plan.noise_multiplier,
+        "cap": plan.cap,
+        "reserve": plan.reserved_attempts,
+        "delta": plan.target_delta,
+        "planned": planned,
+        "with_reserve": most,
+        "rdp": rdp,
+        "prv": bracket,
+        "filter": filtered
+        if math.isfinite(filtered)
+        else "none: batches above the cap cost more than delta",
+        "composed_again": composed,
+        "claim_less_that": most - composed,
+        "roundings": roundings,
         "comments": sum(map(len, comments)),
-    } | seconds  # fmt: skip
+    } | seconds
 
 
 def compose_again(releases: ReleaseGroup, claim: float, delta: float) -> tuple[float, float]:
@@ -143,9 +187,13 @@ def compose_again(releases: ReleaseGroup, claim: float, delta: float) -> tuple[f
     for pmf in (one._pmf_remove, one._pmf_add):
         dense = pmf.to_dense_pmf()
         probabilities = dense._probs.astype(np.longdouble)
-        fine = DensePLDPmf(dense._discretization, dense._lower_loss, probabilities, dense._infinity_mass, True)
+        fine = DensePLDPmf(
+            dense._discretization, dense._lower_loss, probabilities, dense._infinity_mass, True
+        )
         whole = fine.self_compose(releases.count)
-        results.append((float(whole.get_epsilon_for_delta(delta)), float(whole.get_delta_for_epsilon(claim))))
+        results.append(
+            (float(whole.get_epsilon_for_delta(delta)), float(whole.get_delta_for_epsilon(claim)))
+        )
     epsilons, deltas = zip(*results, strict=True)
     return max(epsilons), max(deltas)
 
@@ -179,7 +227,8 @@ def statements() -> list[Statement]:
     """What comments and recipes/README.md say besides the recipes' own plans."""
     base, vip = (load_config(ROOT / f"recipes/{name}_base.toml") for name in ("dpcap", "vip"))
     captions, pictures = (
-        config.privacy.request(config.train.num_steps, config.data.num_examples or 0) for config in (base, vip)
+        config.privacy.request(config.train.num_steps, config.data.num_examples or 0)
+        for config in (base, vip)
     )
     to_eight = replace(captions, noise_multiplier=None, target_epsilon=8.0)
     return [
@@ -231,7 +280,9 @@ def check(statement: Statement) -> dict[str, Any]:
         "sigma": lambda: plan.noise_multiplier,
         "planned": lambda: plan.epsilon_planned,
         "with_reserve": lambda: plan.epsilon_with_reserve,
-        "rdp": lambda: epsilon_rdp([replace(releases, noise_multiplier=plan.noise_multiplier)], delta),
+        "rdp": lambda: epsilon_rdp(
+            [replace(releases, noise_multiplier=plan.noise_multiplier)], delta
+        ),
     }
     measured = {name: values[name]() for name in statement.numbers}
     for name, number in statement.numbers.items():

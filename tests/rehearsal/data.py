@@ -36,7 +36,10 @@ def rehearse(part: Part, num_examples: int = NUM_EXAMPLES, batch: int = BATCH) -
     index = part.folder / "index"
     part.stage("write the index", lambda: write_index(index, num_examples))
     for size, examples in (("a tenth", num_examples // 10), ("all", num_examples)):
-        part.stage(f"coins of {size}", lambda examples=examples: draw_coins(examples, batch * examples // num_examples))
+        part.stage(
+            f"coins of {size}",
+            lambda examples=examples: draw_coins(examples, batch * examples // num_examples),
+        )
     part.stage("one of 128 ranks", lambda: in_own_process(index, num_examples, batch))
     part.stage("the audit's sampler agrees", lambda: compare_with_audit(num_examples, batch))
     part.ran(num_examples=num_examples)
@@ -50,8 +53,15 @@ def sampler_of(num_examples: int, batch: int) -> PoissonSampler:
 def write_index(folder: Path, num_examples: int) -> dict[str, Any]:
     """Writes rows of random lengths around 50 kB, shard by shard, and a manifest that names the shards."""
     folder.mkdir(parents=True, exist_ok=True)
-    counts = [min(EXAMPLES_A_SHARD, num_examples - first) for first in range(0, num_examples, EXAMPLES_A_SHARD)]
-    header = {"descr": np.lib.format.dtype_to_descr(ROW), "fortran_order": False, "shape": (num_examples,)}
+    counts = [
+        min(EXAMPLES_A_SHARD, num_examples - first)
+        for first in range(0, num_examples, EXAMPLES_A_SHARD)
+    ]
+    header = {
+        "descr": np.lib.format.dtype_to_descr(ROW),
+        "fortran_order": False,
+        "shape": (num_examples,),
+    }
     entries, generator = [], np.random.default_rng(0)
     with (folder / "extents-made.npy").open("wb") as file:
         np.lib.format.write_array_header_1_0(file, header)
@@ -103,7 +113,9 @@ def in_own_process(index: Path, num_examples: int, batch: int) -> dict[str, Any]
     )
     words = [sys.executable, "-c", code, str(index), str(num_examples), str(batch)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     measured: dict[str, Any] = json.loads(ended.stdout)
     return measured
@@ -114,7 +126,10 @@ def plan_as_rank(index: Path, num_examples: int, batch: int, rank: int) -> dict[
     measured: dict[str, Any] = {}
     sampler = sampler_of(num_examples, batch)
     key = SamplingKey(SECRET).coin_key(NONCE, 0)
-    slices = [sampler.decide(key, 1, *slice_bounds(num_examples, WORLD_SIZE, other)) for other in range(WORLD_SIZE)]
+    slices = [
+        sampler.decide(key, 1, *slice_bounds(num_examples, WORLD_SIZE, other))
+        for other in range(WORLD_SIZE)
+    ]
     before = peak_bytes()
     with lap(measured, "open"):
         table = ExampleTable.open(index, "shards", check_shards=False)
@@ -150,7 +165,10 @@ def compare_with_audit(num_examples: int, batch: int) -> dict[str, Any]:
     """Every member, row and key of all 128 ranks is that of the sampler which the audit recomputes from the contract's text."""
     sampler = sampler_of(num_examples, batch)
     key = SamplingKey(SECRET).coin_key(NONCE, 0)
-    slices = [sampler.decide(key, 1, *slice_bounds(num_examples, WORLD_SIZE, rank)) for rank in range(WORLD_SIZE)]
+    slices = [
+        sampler.decide(key, 1, *slice_bounds(num_examples, WORLD_SIZE, rank))
+        for rank in range(WORLD_SIZE)
+    ]
     second, attempt = SecondSampler(SECRET, num_examples, batch, sampler.cap), Attempt(NONCE, 1, 0)
     chosen, members = second.members(attempt)
     assert np.array_equal(members, sampler.merge(slices))

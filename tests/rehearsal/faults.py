@@ -88,16 +88,28 @@ def under_slurm(folder: Path) -> dict[str, Any]:
         lost = next(host for host in slurm.nodes if host.name != batch_host)
         wait_for(lambda: charges(run_dir, LOST_STEP) == 1, log, "the charge of the step")
         loss = lose(lost, run_dir)
-        wait_for(lambda: told_of(slurm, number, log)["Restarts"] == "1", log, "Slurm to miss the node", every=1)
+        wait_for(
+            lambda: told_of(slurm, number, log)["Restarts"] == "1",
+            log,
+            "Slurm to miss the node",
+            every=1,
+        )
         missed_after = time.monotonic() - loss.at
         lost.start()
         slurm.start_node(lost)
-        wait_for(lambda: told_of(slurm, number, log)["JobState"] in ENDED, log, "the end of the job", every=1)
+        wait_for(
+            lambda: told_of(slurm, number, log)["JobState"] in ENDED,
+            log,
+            "the end of the job",
+            every=1,
+        )
         job = told_of(slurm, number, log)
         assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), job
     said = log.read_text()
     assert "is dead (" in said and "the same command resumes" in said, said[-5000:]
-    assert "task 0: Exited with exit code 1" in said and "could not be requeued" not in said, said[-5000:]
+    assert "task 0: Exited with exit code 1" in said and "could not be requeued" not in said, said[
+        -5000:
+    ]
     assert loss.was_charged
     return judged(run_dir, loss) | {"seconds_until_requeued": round(missed_after, 1)}
 
@@ -128,8 +140,24 @@ def under_torchrun(folder: Path) -> dict[str, Any]:
 def start_agent(host: Host, run_dir: Path) -> subprocess.Popen[str]:
     """Starts torchrun's agent on a host. The rendezvous is on node2; node1 has rank 0, as agents are sorted by name."""
     words = [
-        *(sys.executable, "launch_scripts/cluster/torchrun.py", "--nnodes", "2", "--nproc_per_node", "1"),
-        *("--max_restarts", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "node2:29400", "--rdzv_id", "drill"),
+        *(
+            sys.executable,
+            "launch_scripts/cluster/torchrun.py",
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "1",
+        ),
+        *(
+            "--max_restarts",
+            "2",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            "node2:29400",
+            "--rdzv_id",
+            "drill",
+        ),
         *(TRAIN, *arguments(run_dir, "local")),
     ]
     return host.popen(words, output=run_dir.parent / f"{host.name}.log", **RANKS)
@@ -155,7 +183,9 @@ def lose(host: Host, run_dir: Path) -> Loss:
     time.sleep(0.1)
     host.kill()
     at, ledger = time.monotonic(), (run_dir / "ledger.jsonl").read_bytes()
-    steps = [int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*")]
+    steps = [
+        int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*")
+    ]
     assert not done(run_dir, LOST_STEP), "the host was to be lost in the middle of the step"
     return Loss(at, ledger, max(steps), charges(run_dir, LOST_STEP) == 1)
 
@@ -166,27 +196,39 @@ def judged(run_dir: Path, loss: Loss) -> dict[str, Any]:
     assert ledger.startswith(loss.ledger), "no line is lost or rewritten"
     assert (records[-1]["type"], records[-1]["reason"]) == ("close", "finished")
 
-    assert loss.checkpoint == LOST_STEP - 1 - CHECKPOINT_EVERY, "the checkpoint in flight is lost with the host"
+    assert loss.checkpoint == LOST_STEP - 1 - CHECKPOINT_EVERY, (
+        "the checkpoint in flight is lost with the host"
+    )
     intents = Counter(record["step"] for record in records if record["type"] == "intent")
     repeated = [step for step in range(loss.checkpoint + 1, LOST_STEP) if intents[step] == 2]
     assert repeated == list(range(loss.checkpoint + 1, LOST_STEP))
     expected = {step: 2 if step in repeated else 1 for step in range(1, STEPS + 1)}
     expected[LOST_STEP] = 2 if loss.was_charged else 1
     assert intents == expected, intents
-    attempts = [(record["step"], record["attempt"]) for record in records if record["type"] == "intent"]
+    attempts = [
+        (record["step"], record["attempt"]) for record in records if record["type"] == "intent"
+    ]
     assert len(set(attempts)) == len(attempts), "each repetition has a number of its own"
 
     nonces = [record["nonce"] for record in records if record["type"] == "session"]
     assert len(nonces) == len(set(nonces)) == 2
-    members = members_of(run_dir)  # what was trained on is compared with them by the audit of the schedule
-    assert len({batch.tobytes() for batch in members}) == len(members), "no attempt has the coins of another"
+    members = members_of(
+        run_dir
+    )  # what was trained on is compared with them by the audit of the schedule
+    assert len({batch.tobytes() for batch in members}) == len(members), (
+        "no attempt has the coins of another"
+    )
 
     charged, epsilon = recompute(run_dir / "ledger.jsonl")
     assert charged == sum(intents.values())
     log = run_dir.parent / "audits.log"
-    found = json.loads(command(sys.executable, "-I", run_dir / "verify.py", run_dir, "--json", log=log))
+    found = json.loads(
+        command(sys.executable, "-I", run_dir / "verify.py", run_dir, "--json", log=log)
+    )
     assert found["verdict"] == "consistent" and found["formal_guarantee"], found
-    assert any(f"{charged} attempts are charged" in check["sentence"] for check in found["checks"]), found
+    assert any(
+        f"{charged} attempts are charged" in check["sentence"] for check in found["checks"]
+    ), found
     assert found["epsilon"] == pytest.approx(epsilon, rel=1e-6)
     for audit in ("ledger", "schedule"):
         command(sys.executable, "launch_scripts/audit.py", audit, "--run_dir", run_dir, log=log)
@@ -205,12 +247,16 @@ def judged(run_dir: Path, loss: Loss) -> dict[str, Any]:
 
 def charges(run_dir: Path, step: int) -> int:
     """Returns how many attempts at a step the ledger has charged."""
-    return sum(record["type"] == "intent" and record["step"] == step for record in ledger_lines(run_dir))
+    return sum(
+        record["type"] == "intent" and record["step"] == step for record in ledger_lines(run_dir)
+    )
 
 
 def done(run_dir: Path, step: int) -> bool:
     """Returns whether a step was taken to its end."""
-    return any(record["type"] == "done" and record["step"] == step for record in ledger_lines(run_dir))
+    return any(
+        record["type"] == "done" and record["step"] == step for record in ledger_lines(run_dir)
+    )
 
 
 def dealt_steps(run_dir: Path) -> set[int]:
@@ -238,4 +284,6 @@ def wait_for(condition: Callable[[], object], log: Path, what: str, every: float
     try:
         wait_until(condition, what, within=WITHIN, every=every)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{log.read_text()[-5000:] if log.exists() else ''}") from None
+        raise AssertionError(
+            f"{error}\n{log.read_text()[-5000:] if log.exists() else ''}"
+        ) from None

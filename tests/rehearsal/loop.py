@@ -40,7 +40,10 @@ def rehearse(part: Part, num_items: int = NUM_ITEMS, batch: int = BATCH) -> None
     """Takes one step, starts again for the second, and has the run verified."""
     run_dir = part.folder / "run"
     for step in range(1, NUM_STEPS + 1):
-        part.stage(f"start and step {step}", lambda step=step: in_own_process(run_dir, num_items, batch, step))
+        part.stage(
+            f"start and step {step}",
+            lambda step=step: in_own_process(run_dir, num_items, batch, step),
+        )
     verify = (sys.executable, "-I", run_dir / "verify.py", run_dir)
     part.stage("verify.py", lambda: {"verdict": command(*verify).strip().splitlines()[-1]})
     part.ran(expected_batch_size=batch)
@@ -54,7 +57,9 @@ def in_own_process(run_dir: Path, num_items: int, batch: int, step: int) -> dict
     )
     words = [sys.executable, "-c", code, *map(str, (run_dir, num_items, batch, step))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     measured: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
     return measured

@@ -38,7 +38,13 @@ TIMED = {
         *("check_against_autograd", "check_at_size"),
     ),
     "trainer.run.start:TrainerStart": (
-        *("build_model", "require_sums_of_autograd", "open_data", "look_at_examples", "open_ledger"),
+        *(
+            "build_model",
+            "require_sums_of_autograd",
+            "open_data",
+            "look_at_examples",
+            "open_ledger",
+        ),
         *("require_sums_at_size", "training"),
     ),
     "privacy.run.run": ("train_step",),
@@ -103,7 +109,17 @@ def make_shards(folder: Path) -> dict[str, Any]:
     """Draws the pictures at the size that both recipes have."""
     shutil.rmtree(folder, ignore_errors=True)
     script = ROOT / "launch_scripts" / "prepare.py"
-    command(sys.executable, script, "synthetic", "--output", folder, "--num_examples", PICTURES, "--workers", 1)
+    command(
+        sys.executable,
+        script,
+        "synthetic",
+        "--output",
+        folder,
+        "--num_examples",
+        PICTURES,
+        "--workers",
+        1,
+    )
     return {"bytes": sum(file.stat().st_size for file in folder.glob("*.tar"))}
 
 
@@ -128,7 +144,9 @@ def start(run: Trained, folder: Path, shards: Path) -> dict[str, Any]:
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     measured["checkpoint_bytes"] = sum(file.stat().st_size for file in checkpoint.iterdir())
-    measured["parameters"] = sum(functools.reduce(int.__mul__, shape, 1) for shape in manifest["parameters"].values())
+    measured["parameters"] = sum(
+        functools.reduce(int.__mul__, shape, 1) for shape in manifest["parameters"].values()
+    )
     return measured
 
 
@@ -140,16 +158,27 @@ def resume(run: Trained, folder: Path, shards: Path) -> dict[str, Any]:
     return measured | steps_of(run_dir, NUM_STEPS)
 
 
-def train_words(run: Trained, run_dir: Path, shards: Path, module: str | None = None) -> list[object]:
+def train_words(
+    run: Trained, run_dir: Path, shards: Path, module: str | None = None
+) -> list[object]:
     """The project's main command.
 
     Args:
         module: stands in for launch_scripts/train.py.
     """
     options = [
-        *("--ds_config", ROOT / "ds_configs" / f"{run.ds_config}.json", "--recipe", ROOT / run.recipe),
+        *(
+            "--ds_config",
+            ROOT / "ds_configs" / f"{run.ds_config}.json",
+            "--recipe",
+            ROOT / run.recipe,
+        ),
         *("--run_dir", run_dir, f"data.shards={shards}", f"data.num_examples={PICTURES}"),
-        *(f"data.num_workers={WORKERS}", "privacy.expected_batch_size=4", "privacy.target_delta=0.01"),
+        *(
+            f"data.num_workers={WORKERS}",
+            "privacy.expected_batch_size=4",
+            "privacy.target_delta=0.01",
+        ),
         *(f"train.num_steps={NUM_STEPS}", "train.micro_batch_size=4", "train.checkpoint_every=1"),
         *("train.keep_checkpoints=1", *run.overrides),
     ]
@@ -158,19 +187,30 @@ def train_words(run: Trained, run_dir: Path, shards: Path, module: str | None = 
         return [sys.executable, *script, *options]
     if module is not None:
         script = ["--module", module]
-    return [Path(sys.executable).parent / "deepspeed", "--num_gpus", run.num_ranks, *script, *options]
+    return [
+        Path(sys.executable).parent / "deepspeed",
+        "--num_gpus",
+        run.num_ranks,
+        *script,
+        *options,
+    ]
 
 
 def steps_of(run_dir: Path, last: int) -> dict[str, Any]:
     """Asserts that the ledger has charged and done the steps up to `last`, and says how long that one took."""
     records = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records if record["type"] == "done"] == list(range(1, last + 1))
+    assert [record["step"] for record in records if record["type"] == "done"] == list(
+        range(1, last + 1)
+    )
     assert sum(record["type"] == "intent" for record in records) == last, "a step was charged twice"
     lines = map(json.loads, (run_dir / "private" / "metrics.jsonl").read_text().splitlines())
     (metrics,) = (line for line in lines if line["step"] == last and "train/loss" in line)
     phases = ("step", "gradients", "intent", "reduction", "noise", "update")
     return {
-        **{f"{phase}_seconds": round(metrics[f"performance/{phase}_seconds"], 2) for phase in phases},
+        **{
+            f"{phase}_seconds": round(metrics[f"performance/{phase}_seconds"], 2)
+            for phase in phases
+        },
         "rank_peak_gib": round(metrics["performance/peak_memory_gib"], 2),
     }
 
@@ -187,8 +227,18 @@ def exchange(run_dir: Path, folder: Path) -> dict[str, Any]:
             for path in (out, back):
                 shutil.rmtree(path, ignore_errors=True)
             with lap(measured, f"export_{form}"):
-                command(*script, "--checkpoint", run_dir, "--format", form, out, log=folder / f"export-{form}.log")
-            measured[f"export_{form}_bytes"] = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
+                command(
+                    *script,
+                    "--checkpoint",
+                    run_dir,
+                    "--format",
+                    form,
+                    out,
+                    log=folder / f"export-{form}.log",
+                )
+            measured[f"export_{form}_bytes"] = sum(
+                f.stat().st_size for f in out.rglob("*") if f.is_file()
+            )
             with lap(measured, f"import_{form}"):
                 command(*script, "--import", form, out, back, log=folder / f"import-{form}.log")
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*/rank-*")
@@ -253,7 +303,9 @@ def own_bytes(process: int) -> int:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return 1024 * sum(
+        int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))
+    )
 
 
 def start_clock(clock: Path) -> None:
@@ -270,7 +322,11 @@ def start_clock(clock: Path) -> None:
             try:
                 return function(*arguments, **named)
             finally:
-                line = {"name": "/".join(inside), "began": began, "seconds": time.monotonic() - started}
+                line = {
+                    "name": "/".join(inside),
+                    "began": began,
+                    "seconds": time.monotonic() - started,
+                }
                 line["processor_seconds"] = time.process_time() - used
                 with clock.open("a") as file:
                     file.write(json.dumps(line) + "\n")

@@ -84,7 +84,9 @@ class Fleet:
     @functools.cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """Full shapes of the trained parameters, in the model's order."""
-        return {name: p.shape for name, p in make_task(self.config, ROOT).skeleton().named_parameters()}
+        return {
+            name: p.shape for name, p in make_task(self.config, ROOT).skeleton().named_parameters()
+        }
 
     @functools.cached_property
     def batches(self) -> LogicalBatches:
@@ -105,7 +107,9 @@ class Fleet:
         rows = 2 * size * most_micro_batches(sampler, world_size, size)
         count = sum(shape.numel() for shape in self.shapes.values())
         grid = Grid.of(count, torch.float32, sampler.cap, rows)
-        sums = LocalSums(dict.fromkeys(self.shapes, torch.Size([SHORT + 1])), grid, torch.device("cpu"))
+        sums = LocalSums(
+            dict.fromkeys(self.shapes, torch.Size([SHORT + 1])), grid, torch.device("cpu")
+        )
         sums.zero_(grid.unit(self.config.privacy.max_grad_norm))
         sums.start(0)
         return sums
@@ -114,8 +118,13 @@ class Fleet:
 class Rows:
     """Stands in for (ranks, size) numbers: what is written goes to one number, so its time is that of the call."""
 
-    def __init__(self, world_size: int, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._number, self.nbytes = torch.empty(1, 1, dtype=dtype, device=device), world_size * size * dtype.itemsize
+    def __init__(
+        self, world_size: int, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._number, self.nbytes = (
+            torch.empty(1, 1, dtype=dtype, device=device),
+            world_size * size * dtype.itemsize,
+        )
 
     def __setitem__(self, place: tuple[int, slice], values: torch.Tensor) -> None:
         self._number[0, 0:1] = values
@@ -140,11 +149,15 @@ def rehearse(part: Part, fleet: Fleet | None = None) -> None:
 
     def stage(name: str, work: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Measures for each number of ranks."""
-        return {w: part.stage(f"{name}, {w:,} ranks", lambda w=w: work(w)) for w in fleet.world_sizes}
+        return {
+            w: part.stage(f"{name}, {w:,} ranks", lambda w=w: work(w)) for w in fleet.world_sizes
+        }
 
     for zero in STAGES_OF_ZERO:
         stage(f"layout of ZeRO-{zero}", functools.partial(lay_out, fleet, zero))
-        for world_size, measured in stage(f"reduction of ZeRO-{zero}", functools.partial(reduce, fleet, zero)).items():
+        for world_size, measured in stage(
+            f"reduction of ZeRO-{zero}", functools.partial(reduce, fleet, zero)
+        ).items():
             python[world_size][f"ZeRO-{zero}"] = measured["reduce_processor_seconds"]
     for world_size, measured in stage("plan", functools.partial(pull_plan, fleet)).items():
         python[world_size]["plan"] = measured["plan_processor_seconds"]
@@ -160,7 +173,9 @@ def rehearse(part: Part, fleet: Fleet | None = None) -> None:
         files = functools.partial(dict, of_gloo=of_groups, of_rank_0=of_rank_0)
         part.stage(f"open files, {world_size:,} ranks", files)
     for world_size, seconds in python.items():
-        part.stage(f"a logical step, {world_size:,} ranks", functools.partial(step_seconds, seconds))
+        part.stage(
+            f"a logical step, {world_size:,} ranks", functools.partial(step_seconds, seconds)
+        )
     part.ran(ranks=max(fleet.world_sizes))
 
 
@@ -178,7 +193,10 @@ def sockets_of_gloo() -> dict[str, Any]:
 def step_seconds(seconds: dict[str, float]) -> dict[str, Any]:
     """Adds up what rank 0 does in Python once a logical step."""
     often = seconds["plan"] + seconds["members"]
-    sums = {f"ZeRO-{zero}_sum_processor_seconds": often + seconds[f"ZeRO-{zero}"] for zero in STAGES_OF_ZERO}
+    sums = {
+        f"ZeRO-{zero}_sum_processor_seconds": often + seconds[f"ZeRO-{zero}"]
+        for zero in STAGES_OF_ZERO
+    }
     return {name: round(value, 4) for name, value in (seconds | sums).items()}
 
 
@@ -192,14 +210,20 @@ def lay_out(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
     numbers = [layout.count(rank) for rank in range(world_size)]
     assert sum(numbers) == sum(shape.numel() for shape in fleet.shapes.values())
     pieces = sum(len(owned) for owned in layout.pieces)
-    return measured | {"pieces": pieces, "least_numbers": min(numbers), "most_numbers": max(numbers)}
+    return measured | {
+        "pieces": pieces,
+        "least_numbers": min(numbers),
+        "most_numbers": max(numbers),
+    }
 
 
 def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
     """Packs the sums for all owners and takes rank 0's own."""
     layout, sums = fleet.layout(stage, world_size), fleet.sums(world_size)
     assert sums.unit is not None
-    stand_in = SimpleNamespace(accumulator=sums, exponent=sums.unit.exponent, require_repeated=lambda: None)
+    stand_in = SimpleNamespace(
+        accumulator=sums, exponent=sums.unit.exponent, require_repeated=lambda: None
+    )
     clipped = cast(ClippedSum, stand_in)
     measured, reductions = dict[str, Any](), list[int]()
 
@@ -219,7 +243,11 @@ def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
         shards = reduce_to_owners(clipped, layout)
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(0))
     assert not sums._totals, "a sum was not sent whole"
-    return measured | {"reduce_scatters": len(reductions), "bytes": sum(reductions), "sums": str(sums._grid.layout)}
+    return measured | {
+        "reduce_scatters": len(reductions),
+        "bytes": sum(reductions),
+        "sums": str(sums._grid.layout),
+    }
 
 
 def pull_plan(fleet: Fleet, world_size: int) -> dict[str, Any]:
@@ -234,16 +262,27 @@ def pull_plan(fleet: Fleet, world_size: int) -> dict[str, Any]:
         """As torch does: pickled here, and unpickled from all."""
         return [pickle.loads(pickle.dumps(mine)), *map(pickle.loads, pickled)]
 
-    standing_in = patch.multiple(collectives, rank=lambda: 0, world_size=lambda: world_size, gather_objects=gather)
+    standing_in = patch.multiple(
+        collectives, rank=lambda: 0, world_size=lambda: world_size, gather_objects=gather
+    )
     with standing_in, lap(measured, "plan"):
         dealt = batches.plan(step)
     members, count = sampler.members(key, step), len(dealt.example_ids)
     rows = dealt.num_micro_batches * batches.micro_batch_size
     expected = len(members) / world_size
-    assert abs(count - expected) < 8 * math.sqrt(expected) and np.isin(dealt.example_ids, members).all()
-    assert dealt.rows is not None and len(np.unique(dealt.rows)) == count and dealt.rows.max() < rows
+    assert (
+        abs(count - expected) < 8 * math.sqrt(expected)
+        and np.isin(dealt.example_ids, members).all()
+    )
+    assert (
+        dealt.rows is not None and len(np.unique(dealt.rows)) == count and dealt.rows.max() < rows
+    )
     rows_of_all = rows * world_size
-    return measured | {"members": len(members), "micro_batches": dealt.num_micro_batches, "rows": rows_of_all}
+    return measured | {
+        "members": len(members),
+        "micro_batches": dealt.num_micro_batches,
+        "rows": rows_of_all,
+    }
 
 
 def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any]:
@@ -255,11 +294,18 @@ def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any
     batches = fleet.batches
     ledger = SimpleNamespace(position=lambda: (7, "0" * 64))
     rank_0 = SimpleNamespace(
-        plan=SimpleNamespace(enabled=True), key=batches.key, attempts={}, _nonce=batches.nonce, _on_main=ledger,
+        plan=SimpleNamespace(enabled=True),
+        key=batches.key,
+        attempts={},
+        _nonce=batches.nonce,
+        _on_main=ledger,
         _members_path=path,
-    )  # fmt: skip
+    )
     standing_in = patch.multiple(
-        collectives, rank=lambda: 0, world_size=lambda: world_size, gather_objects=lambda mine: [mine] * world_size
+        collectives,
+        rank=lambda: 0,
+        world_size=lambda: world_size,
+        gather_objects=lambda mine: [mine] * world_size,
     )
     with standing_in, lap(measured, "note"):
         for step in range(1, RECORDS + 1):
@@ -268,9 +314,16 @@ def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any
     with lap(measured, "read"):
         records = list(read_lines(path))
     assert len(records) == RECORDS
-    assert all(isinstance(record, MembersRecord) and len(record.digests) == world_size for record in records)
+    assert all(
+        isinstance(record, MembersRecord) and len(record.digests) == world_size
+        for record in records
+    )
     size = path.stat().st_size / RECORDS
-    return measured | {"records": RECORDS, "bytes_a_record": size, "run_bytes": size * fleet.config.train.num_steps}
+    return measured | {
+        "records": RECORDS,
+        "bytes_a_record": size,
+        "run_bytes": size * fleet.config.train.num_steps,
+    }
 
 
 def keep_store(fleet: Fleet, world_size: int) -> dict[str, Any]:
@@ -333,7 +386,9 @@ def be_the_others(world_size: int, port: int, settings: dict[str, str], pipe: Co
             while not store.check(["everyone"]):
                 time.sleep(0.1)
             store.multi_get([f"here/{rank}" for rank in range(world_size)])
-        beating = dict(zip(others, pool.map(lambda pair: connect(pair[1], PATIENCE), met), strict=True))
+        beating = dict(
+            zip(others, pool.map(lambda pair: connect(pair[1], PATIENCE), met), strict=True)
+        )
     pipe.send("all beat")
     for number in itertools.count(1):
         began = time.monotonic()
@@ -365,13 +420,20 @@ def gloo_group(world_size: int) -> list[dist.ProcessGroupGloo]:
     """One group, as each of its ranks has it."""
     store, limit = dist.HashStore(), timedelta(seconds=PATIENCE)
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, world_size, limit), range(world_size)))
+        return list(
+            pool.map(
+                lambda rank: dist.ProcessGroupGloo(store, rank, world_size, limit),
+                range(world_size),
+            )
+        )
 
 
 def start_process(work: Callable[..., None], *arguments: Any) -> tuple[Connection, Any]:
     """Starts a fresh interpreter that does `work`, and returns this end of its last argument, a pipe."""
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=work, args=[*arguments, theirs], daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=work, args=[*arguments, theirs], daemon=True
+    )
     process.start()
     theirs.close()
     return mine, process

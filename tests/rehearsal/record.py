@@ -45,7 +45,10 @@ def page_of() -> str:
             f"{part['date']}, commit {part['commit']}, {part['machine']}.",
             "",
         ]
-        lines += ["| stage | seconds | of a processor | peak GiB | measured |", "|---|---|---|---|---|"]
+        lines += [
+            "| stage | seconds | of a processor | peak GiB | measured |",
+            "|---|---|---|---|---|",
+        ]
         for stage in part["stages"]:
             numbers = f"{stage['seconds']:,.1f} | {stage['processor_seconds']:,.1f} | {stage['peak_gib']:.2f}"
             lines.append(f"| {stage['name']} | {numbers} | {in_words(stage['measured'])} |")
@@ -79,7 +82,8 @@ def machine() -> str:
     """Processor, cores and memory in words."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
     )
     cores = sum(line.startswith("processor") for line in lines)
     kib = int(Path("/proc/meminfo").read_text().split()[1])

@@ -90,7 +90,9 @@ def launch(words: list[str], log: Path) -> Program:
     """Starts Python with these words; what it prints goes to the log."""
     with log.open("ab") as file:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file)
+        return subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=file, stderr=file
+        )
 
 
 class Run:
@@ -107,13 +109,30 @@ class Run:
             folder.with_name(name) for name in ("log", "reports.jsonl", "kills.jsonl")
         )
 
-    def start(self, until: int, *, asks_epsilon: bool = False) -> tuple[Program, Iterator[dict[str, Any]]]:
+    def start(
+        self, until: int, *, asks_epsilon: bool = False
+    ) -> tuple[Program, Iterator[dict[str, Any]]]:
         """Starts the program; returns it with what it reports, which ends when the program ends."""
         self._reports.touch()
-        words = ["-m", "tests.rehearsal.steps", self.folder, "--reports", self._reports, "--until", until]
-        words += ["--num_steps", self.size.num_steps, "--noise_multiplier", self.size.noise_multiplier]
+        words = [
+            "-m",
+            "tests.rehearsal.steps",
+            self.folder,
+            "--reports",
+            self._reports,
+            "--until",
+            until,
+        ]
+        words += [
+            "--num_steps",
+            self.size.num_steps,
+            "--noise_multiplier",
+            self.size.noise_multiplier,
+        ]
         written = self._reports.stat().st_size
-        program = launch([str(word) for word in words + ["--asks_epsilon"] * asks_epsilon], self._log)
+        program = launch(
+            [str(word) for word in words + ["--asks_epsilon"] * asks_epsilon], self._log
+        )
 
         def reports() -> Iterator[dict[str, Any]]:
             with self._reports.open() as file:
@@ -143,22 +162,36 @@ class Run:
     def walk(self, last: int, crashes: int) -> dict[str, Any]:
         """Takes the steps up to `last`, with kills at random places on the way."""
         chance, steps = random.Random(last), list[dict[str, Any]]()
-        earlier = [kill for kill in self.kills() if kill["before"] == last]  # of a stage that was interrupted
+        earlier = [
+            kill for kill in self.kills() if kill["before"] == last
+        ]  # of a stage that was interrupted
         first = self.steps_done() + 1
-        ahead = range(first, last - min(10, (last - first) // 2))  # so that no program ends before it is killed
+        ahead = range(
+            first, last - min(10, (last - first) // 2)
+        )  # so that no program ends before it is killed
         for number, target in enumerate(sorted(chance.choices(ahead, k=crashes - len(earlier)))):
             steps += self.kill_at(target, last, chance, at_start=number % 5 == 4)
         *reports, ended = self.finish(last, asks_epsilon=True)
         steps += [report for report in reports if "step" in report]
         kills = [kill for kill in self.kills() if kill["before"] == last]
         assert len(kills) == crashes and self.steps_done() == last
-        measured = {"taken": len(steps), "killed_after": dict(Counter(kill["after"] for kill in kills))}
-        for place, window in (("first", steps[: self.size.window]), ("last", steps[-self.size.window :])):
+        measured = {
+            "taken": len(steps),
+            "killed_after": dict(Counter(kill["after"] for kill in kills)),
+        }
+        for place, window in (
+            ("first", steps[: self.size.window]),
+            ("last", steps[-self.size.window :]),
+        ):
             for unit in ("seconds", "processor_seconds"):
-                measured[f"{place}_step_{unit}"] = round(statistics.median(report[unit] for report in window), 5)
+                measured[f"{place}_step_{unit}"] = round(
+                    statistics.median(report[unit] for report in window), 5
+                )
         return measured | ended | self.sizes()
 
-    def kill_at(self, target: int, last: int, chance: random.Random, *, at_start: bool) -> list[dict[str, Any]]:
+    def kill_at(
+        self, target: int, last: int, chance: random.Random, *, at_start: bool
+    ) -> list[dict[str, Any]]:
         """Kills the program within about two steps after `target`, or while it starts; returns the steps that it took."""
         steps, began = list[dict[str, Any]](), time.monotonic()
         program, reports = self.start(last)
@@ -173,7 +206,9 @@ class Run:
                     if report["step"] >= target:
                         break
             time.sleep(chance.random() * 2 * steps[-1]["seconds"])
-        assert program.poll() is None, f"it ended before it was killed\n{self._log.read_text()[-3000:]}"
+        assert program.poll() is None, (
+            f"it ended before it was killed\n{self._log.read_text()[-3000:]}"
+        )
         program.kill()
         program.wait()
         after = "while it started" if at_start else self.records()[-1]["type"]
@@ -183,19 +218,29 @@ class Run:
 
     def kills(self) -> list[dict[str, Any]]:
         """All kills so far: the stop before which each came, and the ledger's last record then."""
-        return [json.loads(line) for line in self._kills.read_text().splitlines()] if self._kills.exists() else []
+        return (
+            [json.loads(line) for line in self._kills.read_text().splitlines()]
+            if self._kills.exists()
+            else []
+        )
 
     def records(self) -> list[dict[str, Any]]:
         """The records of the ledger, read by nothing of the project."""
-        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()
+        ]
 
     def steps_done(self) -> int:
-        return max((record["step"] for record in self.records() if record["type"] == "done"), default=0)
+        return max(
+            (record["step"] for record in self.records() if record["type"] == "done"), default=0
+        )
 
     def sizes(self) -> dict[str, int]:
         """What lies in the folder."""
         names = {"ledger": "ledger.jsonl", "members": "private/members.jsonl"}
-        return {f"{name}_bytes": (self.folder / file).stat().st_size for name, file in names.items()}
+        return {
+            f"{name}_bytes": (self.folder / file).stat().st_size for name, file in names.items()
+        }
 
 
 def card(run: Run, at: int) -> dict[str, Any]:
@@ -207,26 +252,46 @@ def card(run: Run, at: int) -> dict[str, Any]:
     kinds = Counter(record["type"] for record in run.records())
     attempts = made["accounting"]["attempts"]
     assert made["formal_guarantee"] and made["steps_done"] == at
-    assert (attempts["charged"], attempts["done"], attempts["torn_lines"]) == (kinds["intent"], kinds["done"], 0)
+    assert (attempts["charged"], attempts["done"], attempts["torn_lines"]) == (
+        kinds["intent"],
+        kinds["done"],
+        0,
+    )
     assert len(made["provenance"]["sessions"]) == kinds["session"]
     assert made["released"]["checkpoints_recorded"] == kinds["checkpoint"]
-    assert not [line for line in made["warnings"] if "noise" in line or "claim" in line], made["warnings"]
+    assert not [line for line in made["warnings"] if "noise" in line or "claim" in line], made[
+        "warnings"
+    ]
     if at:
         curve = made["accounting"]["attack"]["curve"]
-        assert len(curve) > 100 and curve == sorted(curve) and all(rate <= bound <= 1 for rate, bound in curve)
+        assert (
+            len(curve) > 100
+            and curve == sorted(curve)
+            and all(rate <= bound <= 1 for rate, bound in curve)
+        )
         assert "<svg" in (run.folder / "report/privacy_card.html").read_text()
-    return {"epsilon": made["epsilon"], "charged": kinds["intent"], "starts": kinds["session"]} | measured
+    return {
+        "epsilon": made["epsilon"],
+        "charged": kinds["intent"],
+        "starts": kinds["session"],
+    } | measured
 
 
 def verify(run: Run, at: int) -> dict[str, Any]:
     """Runs the folder's own verify.py: epsilon is the card's to the last digit, and charges are the intents."""
-    measured, made = dict[str, Any](), json.loads((run.folder / "report/privacy_card.json").read_text())
+    measured, made = (
+        dict[str, Any](),
+        json.loads((run.folder / "report/privacy_card.json").read_text()),
+    )
     with lap(measured, "command"):
         told = command(sys.executable, "-I", run.folder / "verify.py", "--json")
     found = json.loads(told[told.index("{") :])
     assert found["verdict"] == "consistent", found
     attested = found["attested"]
-    assert (attested["last step done"], attested["charged attempts"]) == (at, made["attempts_charged"])
+    assert (attested["last step done"], attested["charged attempts"]) == (
+        at,
+        made["attempts_charged"],
+    )
     assert found["epsilon"] == made["epsilon"], (found["epsilon"], made["epsilon"])
     return measured
 
@@ -235,7 +300,9 @@ def audit(run: Run, kind: str) -> dict[str, Any]:
     """Runs an audit with the private part of the folder."""
     measured = dict[str, Any]()
     with lap(measured, "command"):
-        told = command(sys.executable, "-m", "privacy.command.main", "audit", kind, run.folder, "--json")
+        told = command(
+            sys.executable, "-m", "privacy.command.main", "audit", kind, run.folder, "--json"
+        )
     assert json.loads(told[told.index("{") :])["verdict"] == "consistent", told
     return measured
 
@@ -253,15 +320,27 @@ def whole(run: Run, walks: list[dict[str, Any]]) -> dict[str, Any]:
     assert 0 <= lost <= made["accounting"]["attempts"]["allowed"] - run.size.num_steps
     assert made["epsilon"] == walks[-1]["epsilon"], "the loop claims another epsilon than its card"
     first, last = walks[0]["first_step_processor_seconds"], walks[-1]["last_step_processor_seconds"]
-    assert last <= 2 * first, f"a step takes {last} s of a processor at the end, and took {first} s at the start"
+    assert last <= 2 * first, (
+        f"a step takes {last} s of a processor at the end, and took {first} s at the start"
+    )
     return {
-        "lines": len(records), "starts": kinds["session"], "checkpoints": kinds["checkpoint"], "attempts_lost": lost,
-        "killed_after": dict(Counter(one["after"] for one in run.kills())), "growth_of_a_step": round(last / first, 2),
-    }  # fmt: skip
+        "lines": len(records),
+        "starts": kinds["session"],
+        "checkpoints": kinds["checkpoint"],
+        "attempts_lost": lost,
+        "killed_after": dict(Counter(one["after"] for one in run.kills())),
+        "growth_of_a_step": round(last / first, 2),
+    }
 
 
 def take_steps(
-    folder: Path, reports: Path, num_steps: int, noise_multiplier: float, until: int, *, asks_epsilon: bool
+    folder: Path,
+    reports: Path,
+    num_steps: int,
+    noise_multiplier: float,
+    until: int,
+    *,
+    asks_epsilon: bool,
 ) -> None:
     """The program that is killed: opens or resumes the run, and takes its steps.
 
@@ -300,18 +379,29 @@ def take_steps(
         def tell(**report: float) -> None:
             file.write(json.dumps(report) + "\n")
 
-        tell(opened_seconds=round(time.monotonic() - began, 3), processor_seconds=round(time.process_time() - used, 3))
+        tell(
+            opened_seconds=round(time.monotonic() - began, 3),
+            processor_seconds=round(time.process_time() - used, 3),
+        )
         while loop.steps_done < until and os.getppid() == parent:
             began, used = time.monotonic(), time.process_time()
             step = loop.step()
-            tell(step=step.number, seconds=time.monotonic() - began, processor_seconds=time.process_time() - used)
+            tell(
+                step=step.number,
+                seconds=time.monotonic() - began,
+                processor_seconds=time.process_time() - used,
+            )
             if asks_epsilon:
                 began, used = time.monotonic(), time.process_time()
                 assert 0 <= step.epsilon < 50
                 epsilon_times.append((time.monotonic() - began, time.process_time() - used))
-        report: dict[str, float] = {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10}
+        report: dict[str, float] = {
+            "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        }
         if asks_epsilon:
-            seconds, processor_seconds = (round(sum(times), 2) for times in zip(*epsilon_times, strict=True))
+            seconds, processor_seconds = (
+                round(sum(times), 2) for times in zip(*epsilon_times, strict=True)
+            )
             report |= {
                 "epsilon": loop.epsilon,
                 "epsilon_seconds": seconds,

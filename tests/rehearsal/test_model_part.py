@@ -54,10 +54,15 @@ def test_the_part_starts_resumes_exports_and_imports(
     assert [measured["equal_tensors"] > 30 for measured in exchanged] == [True] * is_exported
     count = count_of(load_config(recipe))
     assert part.sizes == {"parameters": count} == {"parameters": first["parameters"]}
-    assert all(first[f"{name} seconds"] > 0 for name in ("build_model", "require_sums_of_autograd", "train_step"))
+    assert all(
+        first[f"{name} seconds"] > 0
+        for name in ("build_model", "require_sums_of_autograd", "train_step")
+    )
     assert 0 < first["seconds_to_imports"] < first["seconds_to_step_1"]
     assert first["checkpoint_bytes"] > 3 * 4 * count
-    assert first["step_seconds"] > 0 and second["step_seconds"] > 0 and second["together_peak_gib"] > 0
+    assert (
+        first["step_seconds"] > 0 and second["step_seconds"] > 0 and second["together_peak_gib"] > 0
+    )
     assert not list(tmp_path.rglob("*.safetensors"))
     given = len(commands)
     again = Part("model", tmp_path / "part")
@@ -73,7 +78,9 @@ def test_each_run_is_the_main_command_with_all_parameters_of_its_recipe(run: Tra
     load_machine_settings(Path(words[words.index("--ds_config") + 1]))
     recipe = words.index("--recipe") + 1
     config = load_config(Path(words[recipe]), words[recipe + 3 :])
-    assert config.init is None and config.train.num_steps == 2 and not config.train.async_checkpoints
+    assert (
+        config.init is None and config.train.num_steps == 2 and not config.train.async_checkpoints
+    )
     assert count_of(config) == count_of(load_config(ROOT / run.recipe))
 
 
@@ -89,7 +96,10 @@ def test_memory_of_processes_is_counted_together() -> None:
 
 
 def test_processes_that_hold_too_much_together_are_ended() -> None:
-    with pytest.raises(AssertionError, match=r"hold [0-9.]+ GiB together"), watched({}, 32 * MIB, 0.05):
+    with (
+        pytest.raises(AssertionError, match=r"hold [0-9.]+ GiB together"),
+        watched({}, 32 * MIB, 0.05),
+    ):
         ended = subprocess.run([sys.executable, "-c", HOLDS.format(60)], check=False)
     assert ended.returncode == -9
 

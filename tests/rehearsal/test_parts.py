@@ -39,7 +39,11 @@ def test_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "SECONDS_INTO_STEP_2", 0.0)
     part = Part("batch", tmp_path)
     batch.rehearse(part, 6_000, 5_000, micro_batch_size=64)
-    verdicts = {stage["name"]: stage["measured"]["verdict"] for stage in part.stages if "verdict" in stage["measured"]}
+    verdicts = {
+        stage["name"]: stage["measured"]["verdict"]
+        for stage in part.stages
+        if "verdict" in stage["measured"]
+    }
     assert verdicts.keys() == {"verify.py", "audit ledger", "audit schedule"}
     assert all("consistent" in verdict for verdict in verdicts.values()), verdicts
     assert not batch.pids_of(os.fspath(tmp_path))

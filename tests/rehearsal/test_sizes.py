@@ -19,7 +19,9 @@ def sizes_of(config: RunConfig) -> dict[str, int]:
         "num_examples": config.data.num_examples or 0,
         "expected_batch_size": config.privacy.expected_batch_size,
         "num_steps": config.train.num_steps,
-        "parameters": sum(weight.numel() for weight in make_task(config, ROOT).skeleton().parameters()),
+        "parameters": sum(
+            weight.numel() for weight in make_task(config, ROOT).skeleton().parameters()
+        ),
     }
 
 

@@ -38,4 +38,6 @@ def test_a_few_steps_and_two_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(AssertionError, match="claims another epsilon"):
         steps.whole(run, [walk | {"epsilon": walk["epsilon"] + 1e-6}])
     with pytest.raises(AssertionError, match="at the end, and took"):
-        steps.whole(run, [walk | {"last_step_processor_seconds": 3 * walk["first_step_processor_seconds"]}])
+        steps.whole(
+            run, [walk | {"last_step_processor_seconds": 3 * walk["first_step_processor_seconds"]}]
+        )

@@ -17,14 +17,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def instructions() -> list[tuple[str, str]]:
     """(instruction, arguments) of the Dockerfile, with its lines joined."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+    return [
+        (word, rest)
+        for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)
+    ]
 
 
 def recipe_of(target: str) -> str:
     """The lines that make runs for a target. (Even `make -n` runs a line that calls make again.)"""
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = re.search(
+        rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
     assert found is not None, f"the Makefile has no target {target}"
     return found.group(1)
 
@@ -42,7 +49,9 @@ def test_the_packages_of_the_image_install_from_what_was_copied_before(tmp_path:
     assert rest == "make venv" and copied
     for name in copied:
         shutil.copy(ROOT / name, tmp_path / name)
-    done = subprocess.run(["make", "-n", "venv"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["make", "-n", "venv"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     (requirements,) = re.findall(r"-r (\S+\.txt)", done.stdout)
     assert (tmp_path / requirements).is_file() and (tmp_path / "pyproject.toml").is_file()
@@ -53,7 +62,9 @@ def test_the_packages_of_the_image_install_from_what_was_copied_before(tmp_path:
 
 def test_the_workflow_calls_what_a_reader_is_told() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    called = [shlex.split(step["run"]) for job in jobs.values() for step in job["steps"] if "run" in step]
+    called = [
+        shlex.split(step["run"]) for job in jobs.values() for step in job["steps"] if "run" in step
+    ]
     targets = {words[1] for words in called if words[0] == "make"}
     for target in targets:
         recipe_of(target)
@@ -71,9 +82,16 @@ def test_version_citation_and_changelog_agree() -> None:
         ["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.split()
     assert not tags or f"v{version}" in tags
-    entries = [block.text for page in GUIDES for block in blocks(page) if block.language == "bibtex"]
+    entries = [
+        block.text for page in GUIDES for block in blocks(page) if block.language == "bibtex"
+    ]
     authors = " and ".join(author["name"] for author in cited["authors"])
-    told = {"title": cited["title"], "author": authors, "version": version, "year": str(cited["date-released"].year)}
+    told = {
+        "title": cited["title"],
+        "author": authors,
+        "version": version,
+        "year": str(cited["date-released"].year),
+    }
     assert entries
     for entry in entries:
         assert dict(re.findall(r"(\w+) = \{+(.*?)\}+,?\n", entry)) == told

@@ -32,11 +32,30 @@ def test_what_counts(tmp_path: Path) -> None:
     source = measured["source"]
     assert isinstance(source, dict)
     assert (source["lines"], source["code"], source["files"], source["verify.py"]) == (21, 14, 5, 4)
-    assert source["docstrings_and_comments_per_line_of_code"] == round(2 / 14, 3)  # a comment behind code is no line
+    assert source["docstrings_and_comments_per_line_of_code"] == round(
+        2 / 14, 3
+    )  # a comment behind code is no line
     assert source["functions"] == 1 and source["templates_scripts_notebooks"] == 1
-    counts = {"lines": 7, "code": 5, "inside_tests": 3, "in_files_without_a_test": 1, "files": 2, "tests": 1}
+    counts = {
+        "lines": 7,
+        "code": 5,
+        "inside_tests": 3,
+        "in_files_without_a_test": 1,
+        "files": 2,
+        "tests": 1,
+    }
     assert measured["tests"] == counts
-    assert measured["words_of_pages"] == 4 and measured["recipe_keys"] == 3 and measured["root_files"] == 2
+    assert (
+        measured["words_of_pages"] == 4
+        and measured["recipe_keys"] == 3
+        and measured["root_files"] == 2
+    )
     assert measured["source_files_that_name_a_plan_field"] == {"median": 1.0, "bands": 1, "cap": 1}
-    rooms = {"benchmarks": 1, "benchmarks/results": 1, "privacy": 12, "trainer": 8, "trainer/config": 8}
+    rooms = {
+        "benchmarks": 1,
+        "benchmarks/results": 1,
+        "privacy": 12,
+        "trainer": 8,
+        "trainer/config": 8,
+    }
     assert measured["lines_per_room"] == rooms

@@ -54,7 +54,11 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(
-    *found_by: str, at: Seam | None = None, setting: str = "plain", is_quick: bool = False, **also: Any
+    *found_by: str,
+    at: Seam | None = None,
+    setting: str = "plain",
+    is_quick: bool = False,
+    **also: Any,
 ) -> Callable[[Any], Any]:
     """Adds a function that replaces the one at a seam, or a source of noise; `also` are further pairs of seam and function."""
 
@@ -106,7 +110,10 @@ def the_divisor_is_the_realised_batch(step: Any, made: Any, number: int, micro_b
     kept = list(micro_batches)
     mine = torch.tensor(float(sum(int((~batch.is_padding_B).sum()) for batch in kept)))
     realised = int(collectives.all_reduce_sum(mine))
-    public, made.plan = made.plan, dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
+    public, made.plan = (
+        made.plan,
+        dataclasses.replace(made.plan, expected_batch_size=max(1, realised)),
+    )
     try:
         return step(made, number, iter(kept))
     finally:
@@ -125,7 +132,9 @@ def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_bat
     """To its own part of the sum, before the reduction."""
 
     def reduce(clipped: Any, layout: Any) -> Any:
-        deviation = deviation_in_units(made.plan.noise_multiplier * made.plan.max_grad_norm, clipped.exponent)
+        deviation = deviation_in_units(
+            made.plan.noise_multiplier * made.plan.max_grad_norm, clipped.exponent
+        )
         for total in clipped.accumulator._totals.values():
             total.low += made.noise.rounded_normal(deviation, total.low.numel(), total.low.device)
         return reduction.reduce_to_owners(clipped, layout)
@@ -134,8 +143,16 @@ def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_bat
         return step(made, number, micro_batches)
 
 
-@mistake("noise_variance", "noise_tails", "stated_deviation", at=(loop, "add_noise"), setting="several ranks")
-def noise_is_divided_by_the_number_of_ranks(add: Any, values: Tensor, deviation: float, source: Any) -> None:
+@mistake(
+    "noise_variance",
+    "noise_tails",
+    "stated_deviation",
+    at=(loop, "add_noise"),
+    setting="several ranks",
+)
+def noise_is_divided_by_the_number_of_ranks(
+    add: Any, values: Tensor, deviation: float, source: Any
+) -> None:
     add(values, deviation / collectives.world_size(), source)
 
 
@@ -160,8 +177,12 @@ class _EachOnItsOwn(ClippingFunction):
 
 
 @mistake("sensitivity", "divisor", "draws_reach_the_weights", at=(functions, "function_of"))
-def each_layer_is_clipped_by_itself(of: Any, option: str) -> Callable[[list[str], float], ClippingFunction]:
-    return lambda names, bound: _EachOnItsOwn({name: i for i, name in enumerate(names)}, (bound,) * len(names))
+def each_layer_is_clipped_by_itself(
+    of: Any, option: str
+) -> Callable[[list[str], float], ClippingFunction]:
+    return lambda names, bound: _EachOnItsOwn(
+        {name: i for i, name in enumerate(names)}, (bound,) * len(names)
+    )
 
 
 def forgetful(make: Any, sums: Any) -> None:
@@ -211,15 +232,28 @@ def the_last_micro_batch_replaces_the_others(add: Any, sums: Any, *arguments: An
     return add(sums, *arguments)
 
 
-@mistake("membership", "divisor", "whole_sums", "draws_reach_the_weights", at=(ClippedSum, "add_micro_batch"))
-def rows_beyond_a_part_are_forgotten(add: Any, sums: Any, task: Any, inputs: Any, is_padding_B: Tensor) -> Any:
+@mistake(
+    "membership",
+    "divisor",
+    "whole_sums",
+    "draws_reach_the_weights",
+    at=(ClippedSum, "add_micro_batch"),
+)
+def rows_beyond_a_part_are_forgotten(
+    add: Any, sums: Any, task: Any, inputs: Any, is_padding_B: Tensor
+) -> Any:
     return add(sums, task, {name: x[:1024] for name, x in inputs.items()}, is_padding_B[:1024])
 
 
 def intent_as_planned(intent: Any, ledger: Any, step: int, *, releases: Any) -> None:
     """States what the plan says, whatever was drawn."""
     intent(
-        ledger, step, releases=[{**releases[0], "std": releases[0]["std"] * releases[0]["sensitivity"]}, *releases[1:]]
+        ledger,
+        step,
+        releases=[
+            {**releases[0], "std": releases[0]["std"] * releases[0]["sensitivity"]},
+            *releases[1:],
+        ],
     )
 
 
@@ -251,7 +285,9 @@ def the_optimizer_gets_more_than_the_sum(gradients: Any, engine: Any, shards: An
 
 
 @mistake("dealt_members", at=(loader, "stack_examples"))
-def the_ragged_tail_is_dropped(stack: Any, examples: Any, make_example: Any, size: int, rows: Any) -> Any:
+def the_ragged_tail_is_dropped(
+    stack: Any, examples: Any, make_example: Any, size: int, rows: Any
+) -> Any:
     """The loader gives whole groups of 16 only."""
     kept = list(examples)
     whole = len(kept) // 16 * 16
@@ -273,8 +309,15 @@ def late(reduce: Any, *arguments: Any) -> Any:
     return shards
 
 
-@mistake("charge_before_release", at=(loop, "_intend"), is_quick=True, afterwards=((loop, "reduce_to_owners"), late))
-def the_intent_follows_the_reduction(intend: Any, mechanism: Any, step: int, releases: Any) -> float:
+@mistake(
+    "charge_before_release",
+    at=(loop, "_intend"),
+    is_quick=True,
+    afterwards=((loop, "reduce_to_owners"), late),
+)
+def the_intent_follows_the_reduction(
+    intend: Any, mechanism: Any, step: int, releases: Any
+) -> float:
     the_intent_follows_the_reduction.waiting = [(intend, mechanism, step, releases)]
     return float(mechanism.learning_rate(step))
 
@@ -338,4 +381,8 @@ class EightBytes:
 
     def rounded_normal(self, deviation: float, count: int, device: torch.device) -> Tensor:
         seed = int.from_bytes(os.urandom(8), "little")
-        return torch.from_numpy(np.random.default_rng(seed).standard_normal(count) * deviation).round().long()
+        return (
+            torch.from_numpy(np.random.default_rng(seed).standard_normal(count) * deviation)
+            .round()
+            .long()
+        )

@@ -33,7 +33,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Forked]]:
     def run(program: str, *arguments: str | Path) -> Forked:
         (tmp_path / "program.py").write_text(program)
         environment = quiet_environment(PYTHONPATH=str(ROOT))
-        started.append(Forked([tmp_path / "program.py", *arguments], stdout=tmp_path / "said", env=environment))
+        started.append(
+            Forked([tmp_path / "program.py", *arguments], stdout=tmp_path / "said", env=environment)
+        )
         return started[-1]
 
     yield run

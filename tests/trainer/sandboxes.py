@@ -74,7 +74,14 @@ def audit(
         side = side or trainer_side(recipe(*overrides), "local", ROOT / "ds_configs" / machine)
         with broken(*name.split("+")) as source:
             report = run_sandbox(
-                audited, side, place, 64, num_single=256, silent_steps=4, noisy_steps=steps, source=source
+                audited,
+                side,
+                place,
+                64,
+                num_single=256,
+                silent_steps=4,
+                noisy_steps=steps,
+                source=source,
             )
         if report is not None:
             reports[name] = report
@@ -102,7 +109,9 @@ def recorded(device: torch.device, folder: Path) -> tuple[AuditReport, Evidence]
     def keep(audited: PrivacyPlan, run: Run, *others: Any) -> Judge:
         engine = run.parts.engine
         layout = SimpleNamespace(pieces=engine.layout.pieces)
-        seen = SimpleNamespace(compute_dtype=engine.compute_dtype, shapes=engine.shapes, layout=layout)
+        seen = SimpleNamespace(
+            compute_dtype=engine.compute_dtype, shapes=engine.shapes, layout=layout
+        )
         part = SimpleNamespace(
             plan=run.plan,
             parts=SimpleNamespace(engine=seen),
@@ -127,4 +136,6 @@ def require_found(report: AuditReport, names: str) -> None:
     expected = [MISTAKES[name].found_by for name in names.split("+")]
     assert report.verdict == "violated" and report.exit_code == 5
     assert set(report.failed()) == set().union(*expected), report.to_text()
-    assert sum(map(len, expected)) == len(report.failed()), "a check that sees two mistakes would hide one of them"
+    assert sum(map(len, expected)) == len(report.failed()), (
+        "a check that sees two mistakes would hide one of them"
+    )

@@ -29,9 +29,18 @@ def checkpointed(module: nn.Module, way: str) -> nn.Module:
 
 def captioner(dtype: torch.dtype = torch.float32) -> nn.Module:
     config = captioner_config(
-        "pico", image_size=32, patch_size=4, vocab_size=37, num_tokens=17, encoder_width=32, encoder_depth=8,
-        encoder_num_heads=4, decoder_width=32, decoder_depth=4, decoder_num_heads=4,
-    )  # fmt: skip
+        "pico",
+        image_size=32,
+        patch_size=4,
+        vocab_size=37,
+        num_tokens=17,
+        encoder_width=32,
+        encoder_depth=8,
+        encoder_num_heads=4,
+        decoder_width=32,
+        decoder_depth=4,
+        decoder_num_heads=4,
+    )
     return build_captioner(config, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 

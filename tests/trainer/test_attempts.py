@@ -13,7 +13,13 @@ import pytest
 from privacy.errors import BudgetSpent, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
+from privacy.ledger.members import (
+    LedgerMark,
+    MembersRecord,
+    not_in_ledger,
+    not_recorded,
+    read_lines,
+)
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan
@@ -33,9 +39,15 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def plan(**changed: Any) -> PrivacyPlan:
     fields = {
-        "num_examples": 2000, "expected_batch_size": 100, "num_steps": 6, "noise_multiplier": 4.0, "max_grad_norm": 0.7,
-        "target_delta": 1e-5, "reserved_attempts": 8, "sensitivity_slack": 1e-4,
-    }  # fmt: skip
+        "num_examples": 2000,
+        "expected_batch_size": 100,
+        "num_steps": 6,
+        "noise_multiplier": 4.0,
+        "max_grad_norm": 0.7,
+        "target_delta": 1e-5,
+        "reserved_attempts": 8,
+        "sensitivity_slack": 1e-4,
+    }
     return make_plan(PlanRequest(**fields | changed))
 
 
@@ -45,7 +57,12 @@ PLAN = plan()
 def opened(folder: Path, own: PrivacyPlan, *, mirrored: bool) -> tuple[Ledger, SamplingKey]:
     mirror = folder / MIRROR if mirrored else None
     return open_run_state(
-        folder / LEDGER, folder / KEY, own, data_manifest=b"data", mirror=mirror, members=folder / MEMBERS
+        folder / LEDGER,
+        folder / KEY,
+        own,
+        data_manifest=b"data",
+        mirror=mirror,
+        members=folder / MEMBERS,
     )
 
 
@@ -57,10 +74,18 @@ def session(folder: Path, own: PrivacyPlan, *numbers: int, mirrored: bool, dies:
         run.start_session()
         for step in numbers:
             last = step == numbers[-1]
-            run.note(StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1), micro_batch_size=40)
+            run.note(
+                StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1),
+                micro_batch_size=40,
+            )
             if last and dies == "intent":
                 break
-            run.intent(step, releases=step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping))
+            run.intent(
+                step,
+                releases=step_releases(
+                    own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping
+                ),
+            )
             if last and dies == "done":
                 break
             run.done(step)
@@ -95,8 +120,14 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(False, marks=pytest.mark.full), True], ids=["alone", "mirrored"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: object) -> Any:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.full), True],
+    ids=["alone", "mirrored"],
+)
+def run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one_rank: object
+) -> Any:
     folder = tmp_path_factory.mktemp("run") / "run"
     return request.param, whole_run(folder, mirrored=request.param)
 
@@ -111,7 +142,9 @@ def charged_or_refused(folder: Path, *, mirrored: bool) -> int | str:
         return str(error)
 
 
-def test_contract_9_a_cut_ledger_is_refused_or_charges_as_much(run: Any, tmp_path: Path, no_fsync: None) -> None:
+def test_contract_9_a_cut_ledger_is_refused_or_charges_as_much(
+    run: Any, tmp_path: Path, no_fsync: None
+) -> None:
     """At every line, with any of mirror and record removed; the key is kept, since nothing goes on without it."""
     mirrored, whole = run
     lines = whole[LEDGER].splitlines(keepends=True)
@@ -119,30 +152,40 @@ def test_contract_9_a_cut_ledger_is_refused_or_charges_as_much(run: Any, tmp_pat
     folder = put(tmp_path / "honest", whole)
     with opened(folder, PLAN, mirrored=mirrored)[0] as ledger:
         charged = ledger.num_charged
-    for kept, removed in itertools.product(range(len(lines)), [(), (MIRROR,), (MEMBERS,), (MIRROR, MEMBERS)]):
+    for kept, removed in itertools.product(
+        range(len(lines)), [(), (MIRROR,), (MEMBERS,), (MIRROR, MEMBERS)]
+    ):
         for torn in (b"", lines[kept][:30]):
             cut = whole | {LEDGER: b"".join(lines[:kept]) + torn}
             if MIRROR not in removed and mirrored:
                 cut |= {MIRROR: cut[LEDGER]}  # rolled back with it
-            folder = put(tmp_path / "cut", {name: data for name, data in cut.items() if name not in removed})
+            folder = put(
+                tmp_path / "cut", {name: data for name, data in cut.items() if name not in removed}
+            )
             found = charged_or_refused(folder, mirrored=mirrored)
             assert isinstance(found, str) or found >= charged, (kept, removed)
             refused += isinstance(found, str)
     assert refused > 3 * len(lines)
 
 
-def wrong_attempts(state: LedgerState, before: list[LedgerMark], after: list[LedgerMark]) -> str | None:
+def wrong_attempts(
+    state: LedgerState, before: list[LedgerMark], after: list[LedgerMark]
+) -> str | None:
     """What the audit says of a ledger and of the record as it was before and after it."""
     return not_in_ledger(before, state) or not_recorded(state, after)
 
 
-def test_the_audit_finds_every_cut_that_takes_a_session_a_charge_or_a_checkpoint(run: Any, tmp_path: Path) -> None:
+def test_the_audit_finds_every_cut_that_takes_a_session_a_charge_or_a_checkpoint(
+    run: Any, tmp_path: Path
+) -> None:
     """The ledger alone is cut, so that no checkpoint contradicts it; private/ is kept."""
     _, whole = run
     record = list(read_lines(put(tmp_path / "run", whole) / MEMBERS))
     lines = whole[LEDGER].splitlines(keepends=True)
     kinds = [json.loads(line)["type"] for line in lines]
-    last = max(number for number, kind in enumerate(kinds) if kind in ("session", "intent", "checkpoint"))
+    last = max(
+        number for number, kind in enumerate(kinds) if kind in ("session", "intent", "checkpoint")
+    )
     for kept in range(2, last + 1):
         (tmp_path / "run" / LEDGER).write_bytes(b"".join(lines[:kept]))
         check = wrong_attempts(read_ledger(tmp_path / "run" / LEDGER), record, record)
@@ -154,20 +197,29 @@ def test_any_line_of_the_record_that_is_lost_is_refused_where_a_charge_needs_it(
 ) -> None:
     mirrored, whole = run
     lines = whole[MEMBERS].splitlines(keepends=True)
-    intents = {intent.seq: intent for intent in read_ledger(put(tmp_path / "a", whole) / LEDGER).intents}
+    intents = {
+        intent.seq: intent for intent in read_ledger(put(tmp_path / "a", whole) / LEDGER).intents
+    }
     for index, line in enumerate(lines):
         fields = json.loads(line)
         needed = "step" in fields and fields["seq"] + 1 in intents
-        folder = put(tmp_path / "b", whole | {MEMBERS: b"".join(lines[:index] + lines[index + 1 :])})
+        folder = put(
+            tmp_path / "b", whole | {MEMBERS: b"".join(lines[:index] + lines[index + 1 :])}
+        )
         found = charged_or_refused(folder, mirrored=mirrored)
         assert needed == (isinstance(found, str) and "no record of their attempt" in found)
 
 
-def test_a_second_attempt_without_a_charge_in_one_session_is_refused(run: Any, tmp_path: Path) -> None:
+def test_a_second_attempt_without_a_charge_in_one_session_is_refused(
+    run: Any, tmp_path: Path
+) -> None:
     mirrored, whole = run
     folder = put(tmp_path / "run", whole)
     record = [line for line in read_lines(folder / MEMBERS) if isinstance(line, MembersRecord)][-1]
-    position = {"seq": len(whole[LEDGER].splitlines()) - 1, "hash": hash_line(whole[LEDGER].splitlines()[-1])}
+    position = {
+        "seq": len(whole[LEDGER].splitlines()) - 1,
+        "hash": hash_line(whole[LEDGER].splitlines()[-1]),
+    }
     with (folder / MEMBERS).open("a") as file:
         file.write(replace(record, step=record.step + 1, **position).line())
     opened(folder, PLAN, mirrored=mirrored)[0].release()
@@ -186,13 +238,18 @@ def test_a_record_without_its_ledger_is_refused(run: Any, tmp_path: Path) -> Non
         opened(folder, PLAN, mirrored=mirrored)
 
 
-def test_contract_10_a_ledger_written_anew_with_more_noise_in_plan_and_intents_is_refused(tmp_path: Path) -> None:
+def test_contract_10_a_ledger_written_anew_with_more_noise_in_plan_and_intents_is_refused(
+    tmp_path: Path,
+) -> None:
     """In itself the forged ledger is legal, and its epsilon lower; the record of attempts names other lines."""
     (tmp_path / "run").mkdir()
     session(tmp_path / "run", PLAN, 1, 2, mirrored=False)
     records = [json.loads(line) for line in (tmp_path / "run" / LEDGER).read_bytes().splitlines()]
     honest = read_ledger(tmp_path / "run" / LEDGER).epsilon()
-    for stated in (records[0]["plan"], *(release for record in records for release in record.get("releases", ()))):
+    for stated in (
+        records[0]["plan"],
+        *(release for record in records for release in record.get("releases", ())),
+    ):
         stated["std" if "std" in stated else "noise_multiplier"] *= 1.5
     (tmp_path / "run" / LEDGER).write_bytes(rechained(records))
     forged = read_ledger(tmp_path / "run" / LEDGER)

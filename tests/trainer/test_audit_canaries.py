@@ -58,7 +58,9 @@ def test_coins_are_private_and_never_overwritten(tmp_path: Path) -> None:
     assert out.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in out.iterdir())
     with tarfile.open(out / SHARD) as tar:  # nothing in the shard tells the seed
-        assert json.loads((out / COINS).read_text())["seed"].encode() not in (out / SHARD).read_bytes()
+        assert (
+            json.loads((out / COINS).read_text())["seed"].encode() not in (out / SHARD).read_bytes()
+        )
         assert all(member.mtime == 0 for member in tar)
     with pytest.raises(ConfigError, match="never overwritten"):
         write_canaries(out, 40, 32)
@@ -68,7 +70,9 @@ def test_coins_are_private_and_never_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("caption_field", [None, "caption"])
-def test_canaries_have_their_caption_where_the_recipe_looks(tmp_path: Path, caption_field: str | None) -> None:
+def test_canaries_have_their_caption_where_the_recipe_looks(
+    tmp_path: Path, caption_field: str | None
+) -> None:
     """In the shard as in the scores; with another field they would be examples without a caption, and prove nothing."""
     write_canaries(tmp_path / "canaries", 40, 32, caption_field)
     coins = read_canaries(tmp_path / "canaries")
@@ -87,10 +91,20 @@ def test_a_model_that_learned_canaries_by_heart_is_found() -> None:
     coins = CanaryCoins("5" * 64, "".join(rng.choice(["0", "1"], 90)), 32, "")
     make_example = CaptionExample(32, 24, TOKENIZER, train=False)
     config = captioner_config(
-        "pico", image_size=32, vocab_size=make_example.tokenizer.vocab_size, num_tokens=24, encoder_width=32,
-        encoder_depth=1, encoder_num_heads=2, decoder_width=64, decoder_depth=1, decoder_num_heads=2,
-        pad_id=make_example.tokenizer.pad_id, bos_id=make_example.tokenizer.bos_id, eos_id=make_example.tokenizer.eos_id,
-    )  # fmt: skip
+        "pico",
+        image_size=32,
+        vocab_size=make_example.tokenizer.vocab_size,
+        num_tokens=24,
+        encoder_width=32,
+        encoder_depth=1,
+        encoder_num_heads=2,
+        decoder_width=64,
+        decoder_depth=1,
+        decoder_num_heads=2,
+        pad_id=make_example.tokenizer.pad_id,
+        bos_id=make_example.tokenizer.bos_id,
+        eos_id=make_example.tokenizer.eos_id,
+    )
     model = build_captioner(config, generator=torch.Generator().manual_seed(0))
     before = _losses(model.eval(), make_example, coins)
     rows = [make_example(coins.example(int(i)), 0) for i in np.flatnonzero(coins.present_N)]
@@ -140,7 +154,9 @@ def test_bounds_stay_below_the_truth_and_are_not_empty(mu: float) -> None:
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
     accountant.compose(dp_accounting.GaussianDpEvent(1 / mu))
     true = accountant.get_epsilon(1e-5)
-    checks = [audit_canaries(*canaries(mu, 1000, seed), claimed=0.01, delta=1e-5) for seed in range(8)]
+    checks = [
+        audit_canaries(*canaries(mu, 1000, seed), claimed=0.01, delta=1e-5) for seed in range(8)
+    ]
     found = np.array([check.statistic for check in checks])
     assert (found < true).all() and (found > 0.1 * true).all()
 
@@ -148,5 +164,7 @@ def test_bounds_stay_below_the_truth_and_are_not_empty(mu: float) -> None:
 def test_canaries_that_leak_refute_a_small_claim_and_others_do_not() -> None:
     scores, present = canaries(4.0, 1000, 1)
     assert audit_canaries(scores, present, 0.5, 1e-7).outcome == "violated"
-    assert audit_canaries(scores, present, 8.0, 1e-7).outcome == "inconclusive"  # could not prove so much
+    assert (
+        audit_canaries(scores, present, 8.0, 1e-7).outcome == "inconclusive"
+    )  # could not prove so much
     assert audit_canaries(canaries(0.0, 1000, 2)[0], present, 0.5, 1e-7).outcome == "ok"

@@ -41,14 +41,18 @@ def test_a_correct_mechanism_passes(one_rank: torch.device, tmp_path: Path, sett
 
 
 @pytest.mark.parametrize(("names", "setting"), planted())
-def test_a_mistake_is_found(one_rank: torch.device, tmp_path: Path, names: str, setting: str) -> None:
+def test_a_mistake_is_found(
+    one_rank: torch.device, tmp_path: Path, names: str, setting: str
+) -> None:
     require_found(audit(one_rank, tmp_path, (names,), setting)[names], names)
 
 
 def test_single_precision_shows_in_every_sandbox_and_sums_of_64_in_none() -> None:
     """Where it holds the sums of a crowd, `sums_are_single` changes nothing, and a sandbox could not find it."""
     canaries, rng = make_canaries(256, 1.0), np.random.default_rng(0)
-    gains_ND = canaries.gains_NG[canaries.crowd_N][:, [PLACES.index(place) for place in CROWD]].astype(np.float64)
+    gains_ND = canaries.gains_NG[canaries.crowd_N][
+        :, [PLACES.index(place) for place in CROWD]
+    ].astype(np.float64)
     for _ in range(40):
         sums_SD = (rng.random((5, len(gains_ND))) < 0.25).astype(np.float64) @ gains_ND
         assert (sums_SD.astype(np.float32) != sums_SD).any()
@@ -84,16 +88,29 @@ def test_a_correct_mechanism_of_another_plan_passes(
         (
             "several ranks",
             (),
-            ("every_rank_adds_the_whole_noise", "noise_is_divided_by_the_number_of_ranks", "OneSeed"),
+            (
+                "every_rank_adds_the_whole_noise",
+                "noise_is_divided_by_the_number_of_ranks",
+                "OneSeed",
+            ),
         ),
-        ("certified", (), ("OneSeed", "coins_forget_session_and_attempt")),  # integers coincide by chance
+        (
+            "certified",
+            (),
+            ("OneSeed", "coins_forget_session_and_attempt"),
+        ),  # integers coincide by chance
         ("adaptive", (), ("OneSeed", "the_count_has_half_its_noise")),
     ],
 )
 def test_other_settings_on_two_ranks(
     tmp_path: Path, setting: str, overrides: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
-    arguments = {"folder": tmp_path, "names": ("none", *names), "setting": setting, "overrides": overrides}
+    arguments = {
+        "folder": tmp_path,
+        "names": ("none", *names),
+        "setting": setting,
+        "overrides": overrides,
+    }
     reports = run_ranks("tests.trainer.sandboxes:audit", 2, timeout=600, **arguments)[0]
     require_consistent(reports["none"])
     for name in names:
@@ -102,7 +119,9 @@ def test_other_settings_on_two_ranks(
 
 @pytest.mark.full
 @pytest.mark.timeout(2400)
-def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device, tmp_path: Path) -> None:
+def test_no_false_alarm_in_a_hundred_correct_mechanisms(
+    one_rank: torch.device, tmp_path: Path
+) -> None:
     found: dict[str, list[float]] = {}
     for number in range(100):
         folder = tmp_path / str(number)
@@ -128,12 +147,16 @@ def test_no_false_alarm_in_a_hundred_correct_mechanisms(one_rank: torch.device, 
 )
 def test_every_engine_passes_at_full_size(tmp_path: Path, engine: str, machine: str) -> None:
     run = write_run(tmp_path)
-    require_consistent(mechanism_audit(run, engine=engine, ds_config=ROOT / "ds_configs" / f"{machine}.json"))  # type: ignore[arg-type]
+    require_consistent(
+        mechanism_audit(run, engine=engine, ds_config=ROOT / "ds_configs" / f"{machine}.json")
+    )  # type: ignore[arg-type]
 
 
 def test_a_rank_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(SandboxFailed, match=r"sandbox rank \d did not end well: .*broken\.json"):
-        mechanism_audit(write_run(tmp_path), engine="local", ds_config=tmp_path / "broken.json", ranks=1)
+        mechanism_audit(
+            write_run(tmp_path), engine="local", ds_config=tmp_path / "broken.json", ranks=1
+        )
 
 
 def write_run(folder: Path) -> Path:

@@ -28,10 +28,15 @@ def logical_batches(
     return LogicalBatches(sampler, KEY, NONCE, attempts or {}, 4, pads_to_cap, nodes, expected)
 
 
-def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
+def plans_of_all(
+    made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> list[StepPlan]:
     """Every rank's plan of one step, without other processes: each rank's decisions are handed to the others."""
     coin_key = made.key.coin_key(made.nonce, made.attempts.get(step, 0))
-    bounds = [(NUM_EXAMPLES * r // world_size, NUM_EXAMPLES * (r + 1) // world_size) for r in range(world_size)]
+    bounds = [
+        (NUM_EXAMPLES * r // world_size, NUM_EXAMPLES * (r + 1) // world_size)
+        for r in range(world_size)
+    ]
     decided = [made.sampler.decide(coin_key, step, *b) for b in bounds]
     found = []
     with monkeypatch.context() as patch:
@@ -49,17 +54,32 @@ def plans_of_all(made: LogicalBatches, world_size: int, step: int, monkeypatch: 
     return found
 
 
-WORLDS = [(1, ()), (2, ()), (3, ()), (7, ()), (1, (0,)), (2, (0, 1)), (3, (0, 0, 1)), (5, (0, 1, 1, 0, 2))]
+WORLDS = [
+    (1, ()),
+    (2, ()),
+    (3, ()),
+    (7, ()),
+    (1, (0,)),
+    (2, (0, 1)),
+    (3, (0, 0, 1)),
+    (5, (0, 1, 1, 0, 2)),
+]
 """Ranks, and the node of each where every node has a store of its own."""
 
 
 @pytest.mark.parametrize(("world_size", "nodes"), WORLDS)
-@pytest.mark.parametrize(("expected", "cap"), [(40, None), (40, usual_cap(40)), (40, 35), (1, 9), (503, 503)])
+@pytest.mark.parametrize(
+    ("expected", "cap"), [(40, None), (40, usual_cap(40)), (40, 35), (1, 9), (503, 503)]
+)
 @pytest.mark.parametrize("pads_to_cap", [True, False])
 def test_members_do_not_depend_on_the_world(
-    world_size: int, nodes: tuple[int, ...], expected: int, cap: int | None, pads_to_cap: bool,
+    world_size: int,
+    nodes: tuple[int, ...],
+    expected: int,
+    cap: int | None,
+    pads_to_cap: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Nor on who stores what: a node with a store gets its share of the same members."""
     made = logical_batches(expected, cap, pads_to_cap=pads_to_cap, nodes=nodes)
     counts = set()
@@ -75,7 +95,9 @@ def test_members_do_not_depend_on_the_world(
             assert len(set(plan.rows.tolist())) == len(plan.rows) == len(plan.example_ids)
             assert all(0 <= row < 4 * count for row in plan.rows)
             if nodes:
-                share = [sum(node < one for node in nodes) for one in (nodes[rank], nodes[rank] + 1)]
+                share = [
+                    sum(node < one for node in nodes) for one in (nodes[rank], nodes[rank] + 1)
+                ]
                 first, stop = (NUM_EXAMPLES * ranks // world_size for ranks in share)
                 assert all(first <= i < stop for i in plan.example_ids)
         if not pads_to_cap and not nodes:
@@ -90,7 +112,9 @@ def test_a_retry_takes_new_coins_and_keys(monkeypatch: pytest.MonkeyPatch) -> No
     other = plans_of_all(logical_batches(40, None, {4: 1}), 2, 5, monkeypatch)
     assert not np.array_equal(first[0].example_ids, again[0].example_ids)
     assert not set(first[0].example_keys.tolist()) & set(again[0].example_keys.tolist())
-    assert np.array_equal(first[0].example_ids, other[0].example_ids), "another step's attempts do not matter"
+    assert np.array_equal(first[0].example_ids, other[0].example_ids), (
+        "another step's attempts do not matter"
+    )
 
 
 @pytest.mark.parametrize("cap", [105, usual_cap(100)])

@@ -14,10 +14,31 @@ from privacy.boundary import PUBLISHED, Reason, reason_of
 from tests.test_structure import PACKAGES, ROOT, parsed, python_files, relative
 
 CLOCKS = {
-    "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "process_time_ns", "thread_time", "time",
-    "time_ns", "strftime", "gmtime", "localtime", "clock_gettime", "now", "utcnow", "today", "st_mtime", "st_mtime_ns",
-    "st_atime", "st_ctime", "st_ctime_ns", "getmtime", "getrusage", "max_memory_allocated",
-}  # fmt: skip
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "time",
+    "time_ns",
+    "strftime",
+    "gmtime",
+    "localtime",
+    "clock_gettime",
+    "now",
+    "utcnow",
+    "today",
+    "st_mtime",
+    "st_mtime_ns",
+    "st_atime",
+    "st_ctime",
+    "st_ctime_ns",
+    "getmtime",
+    "getrusage",
+    "max_memory_allocated",
+}
 """Attributes that read a clock or a memory meter, of whatever module or object."""
 READS_A_CLOCK = {
     "data/index/shard.py": "whether a shard changed while it was indexed",
@@ -87,16 +108,31 @@ def plant(
 def test_types_refuse_private_values_and_clocks_in_public_writers(tmp_path: Path) -> None:
     """mypy names every line of `PLANTED` that is marked, and no other."""
     (tmp_path / "planted.py").write_text(PLANTED)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "planted.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+        "planted.py",
+    ]
     command += ["--cache-dir", str(tmp_path / "cache"), "--no-error-summary"]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    refused = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("planted.py:")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    refused = {
+        int(line.split(":")[1])
+        for line in done.stdout.splitlines()
+        if line.startswith("planted.py:")
+    }
     marked = {number for number, line in enumerate(PLANTED.splitlines(), 1) if "# refused" in line}
     assert done.returncode == 1 and refused == marked, done.stdout + done.stderr
 
 
-MADE_PUBLIC = {"trainer/loop/reporting.py: heldout": "held-out results, where the recipe declares the data public"}
+MADE_PUBLIC = {
+    "trainer/loop/reporting.py: heldout": "held-out results, where the recipe declares the data public"
+}
 """Every function that publishes what a private box held, and why."""
 
 
@@ -111,14 +147,25 @@ def from_boxes(function: ast.AST) -> bool:
 
     while True:
         pairs = [(node.targets, node.value) for node in nodes if isinstance(node, ast.Assign)]
-        pairs += [([node.target], node.iter) for node in nodes if isinstance(node, ast.For | ast.comprehension)]
+        pairs += [
+            ([node.target], node.iter)
+            for node in nodes
+            if isinstance(node, ast.For | ast.comprehension)
+        ]
         named = {
-            n.id for to, value in pairs if holds(value) for one in to for n in ast.walk(one) if isinstance(n, ast.Name)
+            n.id
+            for to, value in pairs
+            if holds(value)
+            for one in to
+            for n in ast.walk(one)
+            if isinstance(n, ast.Name)
         }
         if named <= known:
             break
         known |= named
-    calls = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Public")
+    calls = (
+        node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Public"
+    )
     return any(holds(argument) for call in calls for argument in call.args)
 
 
@@ -126,12 +173,12 @@ def test_what_a_private_box_held_is_published_where_it_is_known_why() -> None:
     found = set()
     for path in python_files(*PACKAGES):
         if "inside()" in path.read_text():
-            functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
+            functions = [
+                node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)
+            ]
             found |= {f"{relative(path)}: {one.name}" for one in functions if from_boxes(one)}
     assert found == set(MADE_PUBLIC)
-    planted = (
-        "def step(private):\n    shown = {n: v.inside() for n, v in private.items()}\n    return Public(shown['a'], 1)"
-    )
+    planted = "def step(private):\n    shown = {n: v.inside() for n, v in private.items()}\n    return Public(shown['a'], 1)"
     assert from_boxes(ast.parse(planted))
 
 
@@ -148,9 +195,17 @@ def test_clocks_are_read_where_it_is_known_why() -> None:
     """A new clock needs a line above, which says why nothing of it is published."""
     found, mentions = set(), re.compile(rf"\.({'|'.join(CLOCKS)})\b")
     for path in python_files(*PACKAGES):
-        if relative(path).startswith(("benchmarks/", "tools/")) or not mentions.search(path.read_text()):
+        if relative(path).startswith(("benchmarks/", "tools/")) or not mentions.search(
+            path.read_text()
+        ):
             continue  # those two train nobody's data
-        read = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute) and node.attr in CLOCKS]
-        if any(ast.unparse(node.value) != "clock" for node in read):  # privacy/step/clock.py, private by type
+        read = [
+            node
+            for node in ast.walk(parsed(path))
+            if isinstance(node, ast.Attribute) and node.attr in CLOCKS
+        ]
+        if any(
+            ast.unparse(node.value) != "clock" for node in read
+        ):  # privacy/step/clock.py, private by type
             found.add(relative(path))
     assert found == set(READS_A_CLOCK)

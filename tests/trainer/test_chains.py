@@ -45,12 +45,22 @@ pytestmark = pytest.mark.usefixtures("trusted_models", "one_rank")
 SAME, OTHER = "data/demo/train-00000.tar", "data/demo/train-00001.tar"
 
 
-def run(folder: Path, *changes: str, shards: str = SAME, steps: int = 2, is_dry: bool = False) -> int:
+def run(
+    folder: Path, *changes: str, shards: str = SAME, steps: int = 2, is_dry: bool = False
+) -> int:
     config = load_config(
         ROOT / "recipes/tiny.toml",
-        [f"data.shards={shards}", "heldout.num_examples=2", "heldout.num_captions=0", "heldout.is_public=true",
-         "privacy.clipping_mode=bookkeeping", f"train.num_steps={steps}", f"name={folder.name}", *changes],
-    )  # fmt: skip
+        [
+            f"data.shards={shards}",
+            "heldout.num_examples=2",
+            "heldout.num_captions=0",
+            "heldout.is_public=true",
+            "privacy.clipping_mode=bookkeeping",
+            f"train.num_steps={steps}",
+            f"name={folder.name}",
+            *changes,
+        ],
+    )
     machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
     start = dry_run if is_dry else training.train
     return start(config, machine, "local", folder, ROOT, Ranks(), torch.device("cpu"))
@@ -94,7 +104,9 @@ def card_of(folder: Path) -> PrivacyCard:
 def test_the_headline_is_what_the_released_weights_carry(chain: dict[str, Path]) -> None:
     second = card_of(chain["second"])
     both = spent(chain, "first", "second", delta=1e-6)
-    assert second.composition is not None and second.delta == 1e-6, "the smaller delta protects the examples of both"
+    assert second.composition is not None and second.delta == 1e-6, (
+        "the smaller delta protects the examples of both"
+    )
     assert second.epsilon == second.composition.epsilon == pytest.approx(both, abs=1e-6)
     assert second.accounting.epsilon == pytest.approx(spent(chain, "second", delta=1e-5), abs=1e-6)
     assert second.epsilon > second.accounting.epsilon, "the run's own epsilon alone is no headline"
@@ -104,22 +116,31 @@ def test_the_headline_is_what_the_released_weights_carry(chain: dict[str, Path])
     ]
     page = (chain["second"] / "report/privacy_card.md").read_text()
     head = page.partition("## 1.")[0]
-    assert f"epsilon = {math.ceil(second.epsilon * 1000) / 1000:.3f}" in head and "behind the initial weights" in head
+    assert (
+        f"epsilon = {math.ceil(second.epsilon * 1000) / 1000:.3f}" in head
+        and "behind the initial weights" in head
+    )
 
 
-def test_canaries_are_judged_by_what_the_released_weights_carry(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_canaries_are_judged_by_what_the_released_weights_carry(
+    chain: dict[str, Path], tmp_path: Path
+) -> None:
     """A canary may have been in both runs, so its losses may tell as much as both spent."""
     write_canaries(tmp_path / "canaries", 20, 32)
     report = run_audit(chain["second"], tmp_path / "canaries", None, ROOT)
     both = spent(chain, "first", "second", delta=1e-6)
-    assert report.facts["claimed"] == pytest.approx(both, abs=1e-6) and report.facts["delta"] == 1e-6
+    assert (
+        report.facts["claimed"] == pytest.approx(both, abs=1e-6) and report.facts["delta"] == 1e-6
+    )
     copy = shutil.copytree(chain["second"], tmp_path / "second")
     (copy / "behind/ledger-1.jsonl").unlink()
     with pytest.raises(PrivacyStateRefused, match=r"ledger-1\.jsonl"):
         run_audit(copy, tmp_path / "canaries", None, ROOT)
 
 
-def test_contract_10_of_runs_declared_disjoint_the_one_that_spent_most_is_claimed(chain: dict[str, Path]) -> None:
+def test_contract_10_of_runs_declared_disjoint_the_one_that_spent_most_is_claimed(
+    chain: dict[str, Path],
+) -> None:
     less, more = (read_ledger(chain[name] / "ledger.jsonl") for name in ("first", "second"))
     for newest, behind in ((less, more), (more, less)):
         newest.opened |= {"disjoint_from_start": True}
@@ -135,7 +156,11 @@ def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
     assert card.composition is not None and card.composition.disjoint_by_declaration
     assert card.epsilon == pytest.approx(second.epsilon, abs=1e-9) and card.delta == 1e-6
     assert card.accounting.epsilon is not None and card.epsilon > card.accounting.epsilon
-    assert [entry.disjoint_from_those_before for entry in card.composition.runs] == [True, False, False]
+    assert [entry.disjoint_from_those_before for entry in card.composition.runs] == [
+        True,
+        False,
+        False,
+    ]
     page = (folder / "report/privacy_card.md").read_text()
     assert "declared disjoint" in page and "Declared, not attested" in page
     found = verified(folder, tmp_path, capsys, with_card=True)
@@ -154,25 +179,37 @@ def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> 
     return found
 
 
-def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of(chain: dict[str, Path]) -> None:
+def test_the_console_says_the_composed_number_first_and_none_below_what_it_is_of(
+    chain: dict[str, Path],
+) -> None:
     said = " ".join(chain["console.txt"].read_text().split())  # lines are folded
     stated = [float(number) for number in re.findall(r"epsilon (?:planned )?([0-9.]+[0-9])", said)]
     both = spent(chain, "first", "second", delta=1e-6)
     assert len(stated) >= 3 and both <= stated[0] < both + 0.01, said
-    first = re.search(r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{3}) at", said)
+    first = re.search(
+        r"steps? 2 of run 'first', trained on private data with epsilon ([0-9]+\.[0-9]{3}) at", said
+    )
     alone = spent(chain, "first", delta=1e-6)
     assert first is not None and alone <= float(first[1]) < alone + 0.01, said
 
 
-def test_the_verifier_misses_what_is_left_out(chain: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
+def test_the_verifier_misses_what_is_left_out(
+    chain: dict[str, Path], tmp_path: Path, capsys: Any
+) -> None:
     folder = tmp_path / "published"
     shutil.copytree(chain["second"], folder, ignore=shutil.ignore_patterns("private"))
     copy = folder / "behind/ledger-1.jsonl"
     content = copy.read_bytes()
     copy.write_bytes(b"\n".join(content.split(b"\n")[:-3]) + b"\n")
-    assert verify.main([str(folder)]) == 5 and "is not the one that the ledger names" in capsys.readouterr().out
+    assert (
+        verify.main([str(folder)]) == 5
+        and "is not the one that the ledger names" in capsys.readouterr().out
+    )
     copy.unlink()
-    assert verify.main([str(folder)]) == 6 and "behind/ledger-1.jsonl is missing" in capsys.readouterr().out
+    assert (
+        verify.main([str(folder)]) == 6
+        and "behind/ledger-1.jsonl is missing" in capsys.readouterr().out
+    )
     with pytest.raises(PrivacyStateRefused, match="behind the initial weights cannot be read"):
         build_card(folder)
 
@@ -198,7 +235,9 @@ def test_a_private_head_composes_with_its_private_encoder(
     behind = ledgers_of(opened.path, opened.manifest)
     assert [one.run for one in behind] == ["second", "first"]
     rows = Rows(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
-    head = train_head(rows, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind)
+    head = train_head(
+        rows, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind
+    )
     encoder = card_of(chain["second"])
     assert head.epsilon is not None and encoder.epsilon is not None
     assert head.delta == 1e-6 and encoder.epsilon < head.epsilon
@@ -212,16 +251,28 @@ def test_a_private_head_composes_with_its_private_encoder(
     found = json.loads(capsys.readouterr().out)
     assert code == 0 and found["epsilon"] == pytest.approx(head.epsilon, abs=1e-6), found["checks"]
     stated = json.loads((tmp_path / "heads/one/head.json").read_text())
-    (tmp_path / "heads/one/head.json").write_text(json.dumps(stated | {"epsilon": card.accounting.epsilon}))
-    assert verify.main([str(tmp_path / "heads/one")]) == 5 and "head.json's epsilon" in capsys.readouterr().out
+    (tmp_path / "heads/one/head.json").write_text(
+        json.dumps(stated | {"epsilon": card.accounting.epsilon})
+    )
+    assert (
+        verify.main([str(tmp_path / "heads/one")]) == 5
+        and "head.json's epsilon" in capsys.readouterr().out
+    )
 
 
-def test_a_false_declaration_is_refused_by_the_shards_or_their_examples(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_false_declaration_is_refused_by_the_shards_or_their_examples(
+    chain: dict[str, Path], tmp_path: Path
+) -> None:
     """The same shard, and the same examples, packed anew, among others."""
 
     def require_refused(name: str, shards: str, words: str) -> None:
         with pytest.raises(ConfigError, match=words):
-            run(tmp_path / name, f"init.checkpoint={chain['first']}", "init.disjoint_data=true", shards=shards)
+            run(
+                tmp_path / name,
+                f"init.checkpoint={chain['first']}",
+                "init.disjoint_data=true",
+                shards=shards,
+            )
         assert not (tmp_path / name / "ledger.jsonl").exists()
 
     require_refused("run", SAME, "is also one of the run behind")
@@ -236,7 +287,9 @@ def test_a_false_declaration_is_refused_by_the_shards_or_their_examples(chain: d
         require_refused(f"run{number}", f"{twin}/*.tar", words)
 
 
-def test_weights_whose_ledgers_are_elsewhere_are_refused(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_weights_whose_ledgers_are_elsewhere_are_refused(
+    chain: dict[str, Path], tmp_path: Path
+) -> None:
     shutil.copytree(chain["second"], tmp_path / "start")
     shutil.rmtree(tmp_path / "start/behind")
     with pytest.raises(PrivacyStateRefused, match="cannot be read"):
@@ -251,14 +304,20 @@ def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
     """A crash before the first checkpoint: the run starts again from the same weights, or from newer ones."""
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
     shutil.copytree(chain["first"], tmp_path / "start")
-    assert run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9") == 7
+    assert (
+        run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9")
+        == 7
+    )
     shutil.rmtree(tmp_path / "run/checkpoints")
     ledger = tmp_path / "run/ledger.jsonl"
     lines = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(lines[:2]))  # as after a crash before the checkpoint
     for record in (tmp_path / "run/private").glob("members.jsonl"):
         record.write_bytes(b"")
-    assert run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9") == 7
+    assert (
+        run(tmp_path / "run", f"init.checkpoint={tmp_path / 'start'}", "train.max_minutes=1e-9")
+        == 7
+    )
     assert len(read_copies(tmp_path / "run", read_ledger(ledger).opened)) == 1
     shutil.rmtree(tmp_path / "run/checkpoints")
     ledger.write_bytes(b"".join(lines[:2]))
@@ -267,15 +326,25 @@ def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
 
 
 @pytest.mark.full
-def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(chain: dict[str, Path], third: Path) -> None:
+def test_no_hash_of_a_private_shard_decides_or_enters_what_is_public(
+    chain: dict[str, Path], third: Path
+) -> None:
     """Whether two private data sets have a shard in common depends on single examples, so only declarations are published."""
     opened = read_ledger(third / "ledger.jsonl").opened
-    assert set(opened["behind"][0]) == {"file", "run", "lines", "hash"} and opened["disjoint_from_start"] is True
+    assert (
+        set(opened["behind"][0]) == {"file", "run", "lines", "hash"}
+        and opened["disjoint_from_start"] is True
+    )
     assert "disjoint_from_start" not in read_ledger(chain["second"] / "ledger.jsonl").opened
     hashes = {
-        entry["sha256"] for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())["shards"]
+        entry["sha256"]
+        for entry in json.loads((chain["first"] / "private/index/manifest.json").read_text())[
+            "shards"
+        ]
     }
-    public = b"".join(path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts)
+    public = b"".join(
+        path.read_bytes() for path in third.rglob("*.json*") if "private" not in path.parts
+    )
     assert hashes and not [digest for digest in hashes if digest.encode() in public]
 
 

@@ -54,14 +54,20 @@ def take_steps(engine: LocalEngine, first: int, last: int) -> None:
     for step in range(first, last + 1):
         generator = torch.Generator().manual_seed(step)
         shards = [
-            GradShard(p.name, p.offset, torch.randn(p.length, generator=generator, dtype=torch.float64))
+            GradShard(
+                p.name, p.offset, torch.randn(p.length, generator=generator, dtype=torch.float64)
+            )
             for p in engine.layout.owned_by(0)
         ]
         engine.step(shards, lr=1e-2)
 
 
-def save(into: Path | CheckpointWriter, engine: LocalEngine, step: int, *retention: int | None) -> None:
-    writer = CheckpointWriter(into, Retention(*retention or (9,))) if isinstance(into, Path) else into  # type: ignore[arg-type]
+def save(
+    into: Path | CheckpointWriter, engine: LocalEngine, step: int, *retention: int | None
+) -> None:
+    writer = (
+        CheckpointWriter(into, Retention(*retention or (9,))) if isinstance(into, Path) else into
+    )  # type: ignore[arg-type]
     writer.save(step, engine.state(), engine.shapes, {"ledger": {"seq": step, "hash": str(step)}})
 
 
@@ -134,7 +140,9 @@ def test_pieces_of_other_world_sizes(folder: Path, world_size: int) -> None:
     assert torch.equal(found.full("param", "0.weight"), weight)
     for offset in range(0, weight.numel(), 4):  # across the borders of pieces
         piece = Piece("0.weight", offset, min(9, weight.numel() - offset))
-        assert torch.equal(found.part("param", piece), weight.view(-1)[offset : offset + piece.length])
+        assert torch.equal(
+            found.part("param", piece), weight.view(-1)[offset : offset + piece.length]
+        )
 
 
 def test_no_pickle(folder: Path) -> None:
@@ -164,10 +172,14 @@ def test_frozen_parameters_are_part_of_the_model(folder: Path) -> None:
     save(folder, engine, 1)
     other = new_model(seed=5)
     other[0].weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"does not fit the model; the first difference is 0\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"does not fit the model; the first difference is 0\.weight"
+    ):
         Checkpoint(folder / checkpoint_name(1)).load_weights(other)
     states, shapes = [*engine.state(), *frozen], {**engine.shapes, **shapes_of_frozen}
-    CheckpointWriter(folder, Retention(1)).save(2, states, shapes, {"frozen": list(shapes_of_frozen)})
+    CheckpointWriter(folder, Retention(1)).save(
+        2, states, shapes, {"frozen": list(shapes_of_frozen)}
+    )
     found = Checkpoint(folder / checkpoint_name(2))
     found.load_weights(other)
     assert found.frozen == {"0.weight"} and all(
@@ -180,13 +192,19 @@ def test_weights_that_are_not_finite_are_named_and_not_saved() -> None:
     engine = new_engine(new_model())
     checkpoint_writer.require_finite(engine, 1)
     engine.step(
-        [GradShard(p.name, p.offset, torch.full((p.length,), torch.nan)) for p in engine.layout.owned_by(0)], lr=1
+        [
+            GradShard(p.name, p.offset, torch.full((p.length,), torch.nan))
+            for p in engine.layout.owned_by(0)
+        ],
+        lr=1,
     )
     with pytest.raises(WeightsNotFinite, match="after step 2 the weights hold NaN"):
         checkpoint_writer.require_finite(engine, 2)
 
 
-def save_steps(folder: Path, *steps: int, keep: int = 9, keep_every: int | None = None) -> LocalEngine:
+def save_steps(
+    folder: Path, *steps: int, keep: int = 9, keep_every: int | None = None
+) -> LocalEngine:
     engine = new_engine(new_model())
     for previous, step in zip([0, *steps], steps, strict=False):
         take_steps(engine, previous + 1, step)
@@ -211,8 +229,14 @@ class TestRetention:
         save_steps(folder, 1, 2, 3, 4, 5, 6, 7, keep=2, keep_every=3)
         assert names(folder) == [checkpoint_name(step) for step in (3, 6, 7)]
 
-    @given(steps=st.sets(st.integers(1, 60)), keep=st.integers(1, 5), every=st.none() | st.integers(1, 9))
-    def test_the_newest_and_every_mth_stay(self, steps: set[int], keep: int, every: int | None) -> None:
+    @given(
+        steps=st.sets(st.integers(1, 60)),
+        keep=st.integers(1, 5),
+        every=st.none() | st.integers(1, 9),
+    )
+    def test_the_newest_and_every_mth_stay(
+        self, steps: set[int], keep: int, every: int | None
+    ) -> None:
         stay = steps - set(Retention(keep, every).superseded(steps))
         assert stay == set(sorted(steps)[-keep:]) | {s for s in steps if every and s % every == 0}
 
@@ -237,13 +261,19 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 class TestDamage:
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_the_one_before_is_used(self, folder: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_one_before_is_used(
+        self, folder: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         save_steps(folder, 2, 4)
         DAMAGES[damage](folder / checkpoint_name(4))
         found = find(folder)
         assert found is not None and found.step == 2
         said = capsys.readouterr().out.replace("\n  ", " ").splitlines()
-        assert len(said) == 1 and "step-00000004" in said[0] and "resuming from step-00000002" in said[0]
+        assert (
+            len(said) == 1
+            and "step-00000004" in said[0]
+            and "resuming from step-00000002" in said[0]
+        )
         assert (folder / "LATEST").read_text().strip() == checkpoint_name(2)
         # A second start finds the same without a word, and what is saved next is the newest.
         again = find(folder)
@@ -282,7 +312,11 @@ class TestRollback:
         (folder / "LATEST").write_text("step-00000002\n")
         found = find(folder)
         assert found is not None and found.step == 2
-        assert names(folder) == ["set-aside-step-00000004", "set-aside-step-00000006", "step-00000002"]
+        assert names(folder) == [
+            "set-aside-step-00000004",
+            "set-aside-step-00000006",
+            "step-00000002",
+        ]
         engine = resume(found.path)
         take_steps(engine, 3, 4)
         save(folder, engine, 4)
@@ -314,10 +348,15 @@ class TestInBackground:
         monkeypatch.setattr(checkpoint_writer, "save_file", waiting)
         return go
 
-    def test_training_goes_on_and_the_snapshot_is_of_its_step(self, folder: Path, slow_disk: threading.Event) -> None:
+    def test_training_goes_on_and_the_snapshot_is_of_its_step(
+        self, folder: Path, slow_disk: threading.Event
+    ) -> None:
         told: list[int] = []
         writer = CheckpointWriter(
-            folder, Retention(3), in_background=True, published=lambda step, name, digest: told.append(step)
+            folder,
+            Retention(3),
+            in_background=True,
+            published=lambda step, name, digest: told.append(step),
         )
         engine, reference = new_engine(new_model()), new_engine(new_model())
         take_steps(engine, 1, 2)
@@ -330,7 +369,9 @@ class TestInBackground:
         assert told == [2]
         assert_same(resume(folder / checkpoint_name(2)), reference)
 
-    def test_a_failure_is_an_error_at_the_next_boundary(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_failure_is_an_error_at_the_next_boundary(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         engine = save_steps(folder, 1)
 
         def full(tensors: dict[str, Tensor], path: Path) -> None:

@@ -43,7 +43,11 @@ def too_deep() -> None:
         (lambda: torch.empty(2**60), 1, ["memory"]),
         (too_deep, 2, ["nested"]),
         (lambda: (_ for _ in ()).throw(RuntimeError("can't start new thread")), 1, ["threads"]),
-        (lambda: (_ for _ in ()).throw(RuntimeError("could not create a primitive")), 1, ["memory"]),
+        (
+            lambda: (_ for _ in ()).throw(RuntimeError("could not create a primitive")),
+            1,
+            ["memory"],
+        ),
     ],
 )
 def test_what_a_machine_refuses_is_one_line(
@@ -62,7 +66,13 @@ def test_errors_of_ours_keep_their_code_and_defects_their_traceback() -> None:
     assert in_one_line(ConfigError("a\n  b")) == ("a b", 2)
     assert in_one_line(PrivacyStateRefused("no")) == ("no", 4)
     assert in_one_line(RemoteError("gone", 7)) == ("gone", 7)
-    for defect in (ValueError("x"), KeyError("x"), RuntimeError("x"), AssertionError("x"), TypeError("x")):
+    for defect in (
+        ValueError("x"),
+        KeyError("x"),
+        RuntimeError("x"),
+        AssertionError("x"),
+        TypeError("x"),
+    ):
         assert in_one_line(defect) is None
         with pytest.raises(type(defect)):
             run_command(lambda defect=defect: (_ for _ in ()).throw(defect))
@@ -94,7 +104,9 @@ def test_a_file_that_may_not_grow_is_named(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     said = in_one_line(refused.value)
-    assert said is not None and said.exit_code == 1 and said.line.startswith(f"{tmp_path}/{name}"), said
+    assert (
+        said is not None and said.exit_code == 1 and said.line.startswith(f"{tmp_path}/{name}")
+    ), said
 
 
 @pytest.mark.parametrize("options", [(), ("-u",)])
@@ -106,9 +118,17 @@ def test_a_console_on_a_full_disk_is_named(stream: str, options: tuple[str, ...]
         f"except OSError as error:\n    print(in_one_line(error).line, file=sys.{'stderr' if stream == 'stdout' else 'stdout'})\n"
     )
     with open("/dev/full", "w") as full:
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
-        done = subprocess.run([sys.executable, *options, "-c", program], cwd=ROOT, text=True, check=False, **streams)
-    assert f"the console ({stream}): No space left on device" in (done.stdout or "") + (done.stderr or "")
+        streams: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            stream: full,
+        }
+        done = subprocess.run(
+            [sys.executable, *options, "-c", program], cwd=ROOT, text=True, check=False, **streams
+        )
+    assert f"the console ({stream}): No space left on device" in (done.stdout or "") + (
+        done.stderr or ""
+    )
 
 
 def test_a_disk_that_is_full_is_no_bad_input() -> None:
@@ -139,8 +159,13 @@ def test_what_is_said_of_files_is_printable(capsys: pytest.CaptureFixture[str]) 
     results = Results("captions", {}, (), table=[{LOUD: LOUD}], notes=[LOUD])
     publish(results, output=None, data_is_public=False, as_json=False, arguments=[])
     shown = capsys.readouterr().out
-    assert all(letter.isprintable() or letter == "\n" for letter in shown) and shown.count("[/red]") >= 6
-    assert "verify: consistent" not in [line[: len("verify: consistent")] for line in shown.splitlines()]
+    assert (
+        all(letter.isprintable() or letter == "\n" for letter in shown)
+        and shown.count("[/red]") >= 6
+    )
+    assert "verify: consistent" not in [
+        line[: len("verify: consistent")] for line in shown.splitlines()
+    ]
     say(json.dumps({"text": LOUD}))
     assert json.loads(capsys.readouterr().out) == {"text": LOUD}
 
@@ -165,7 +190,9 @@ def test_a_limit_of_open_files_is_raised_as_far_as_ranks_need_and_refused_where_
     require_open_files(1024)
     assert limits.pop() == (4224, 1_048_576)
     limits[-1] = (1024, 4096)
-    with pytest.raises(ConfigError, match=r"4096 open files, and at least 4224 .* 1,024 ranks: ulimit -n 4224"):
+    with pytest.raises(
+        ConfigError, match=r"4096 open files, and at least 4224 .* 1,024 ranks: ulimit -n 4224"
+    ):
         require_open_files(1024)
     limits[-1] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     require_open_files(1024)

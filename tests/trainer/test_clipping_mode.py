@@ -14,10 +14,21 @@ PEAKS = {"bookkeeping": 10_000, "two_pass": 5_000}
 
 def choose(available: int | None) -> ModeChoice:
     memory = RankMemory(
-        owned=50, weights=100, masters=200, gradient_buffer=0, moments=40, average=20, sums=300, bucket=7, gathered=13,
-        step=0, host=0,
-    )  # fmt: skip
-    return choose_mode(memory, PEAKS.__getitem__, torch.device("cpu"), 16, available=lambda device: available)
+        owned=50,
+        weights=100,
+        masters=200,
+        gradient_buffer=0,
+        moments=40,
+        average=20,
+        sums=300,
+        bucket=7,
+        gathered=13,
+        step=0,
+        host=0,
+    )
+    return choose_mode(
+        memory, PEAKS.__getitem__, torch.device("cpu"), 16, available=lambda device: available
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +50,11 @@ def test_two_passes_are_taken_where_they_save_a_tenth_of_what_does_not_fit(
 def test_bookkeeping_where_it_fits_and_two_passes_where_it_does_not(one_rank: torch.device) -> None:
     """With what the first micro-batch and the first step make: sums, moments, gathered weights, a bucket, an average."""
     plenty = choose(2**40)
-    assert (plenty.mode, plenty.needed, plenty.needed_in_two_passes) == ("bookkeeping", 10_380, None)
+    assert (plenty.mode, plenty.needed, plenty.needed_in_two_passes) == (
+        "bookkeeping",
+        10_380,
+        None,
+    )
     just = round(plenty.needed / USABLE) + 1
     assert choose(just).mode == "bookkeeping"
     tight = choose(just - 10)

@@ -35,7 +35,12 @@ from trainer.run.start import train
 pytestmark = pytest.mark.usefixtures("trusted_models")
 
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
-SMALL = ["data.num_workers=0", "privacy.expected_batch_size=6", "train.micro_batch_size=3", "heldout.num_examples=4"]
+SMALL = [
+    "data.num_workers=0",
+    "privacy.expected_batch_size=6",
+    "train.micro_batch_size=3",
+    "heldout.num_examples=4",
+]
 STOPPED_AT = 2
 
 
@@ -54,7 +59,9 @@ def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) 
     """What a run published that was stopped, resumed, finished and, where that is quick, reported."""
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
+        patched.setattr(
+            fcntl, "flock", lambda *arguments: None
+        )  # held until the process ends, and this one resumes
         patched.setattr(secrets, "token_bytes", fixed_coins())
         take_step = loop.train_step
 
@@ -99,7 +106,18 @@ def test_a_slow_example_a_slow_disk_and_less_memory_change_nothing_that_is_publi
     (*_, last) = read_metrics(tmp_path / "slow/private")
     assert last["performance/step_seconds"] > 0 and last["performance/communication_bytes"] >= 0
     assert abs(last["time_unix"] - time.time()) < 600
-    phases = [last[f"performance/{name}_seconds"] for name in ("gradients", "intent", "reduction", "noise", "update")]
-    assert 0 < sum(phases) <= last["performance/step_seconds"] and last["performance/model_flops_per_second"] > 0
+    phases = [
+        last[f"performance/{name}_seconds"]
+        for name in ("gradients", "intent", "reduction", "noise", "update")
+    ]
+    assert (
+        0 < sum(phases) <= last["performance/step_seconds"]
+        and last["performance/model_flops_per_second"] > 0
+    )
     assert "performance/mfu" not in last, "the peak of this device is not known"
-    assert not [name for line in read_metrics(tmp_path / "slow") for name in line if name.startswith(("perf", "time"))]
+    assert not [
+        name
+        for line in read_metrics(tmp_path / "slow")
+        for name in line
+        if name.startswith(("perf", "time"))
+    ]

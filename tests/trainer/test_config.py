@@ -66,7 +66,12 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
     shards = 'a "quoted"\\ folder\n\t\x7f\u00e4\U0001f600{0..1}.tar'
     tree: dict[str, Any] = tomllib.loads(MINIMAL)
     tree["data"]["shards"] = shards
-    tree["model"]["overrides"] = {"decoder_depth": 3, "qkv_bias": True, "mlp_ratio": 2.5, "position": "learned"}
+    tree["model"]["overrides"] = {
+        "decoder_depth": 3,
+        "qkv_bias": True,
+        "mlp_ratio": 2.5,
+        "position": "learned",
+    }
     tree["privacy"] |= {"target_delta": 4.2918454935622317e-9, "max_grad_norm": 1e11}
     config = RunConfig.model_validate(tree)
     written = tmp_path / "config.toml"
@@ -75,8 +80,11 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
     assert loaded == config
     assert loaded.data.shards == shards
     assert {k: type(v) for k, v in loaded.model.overrides.items()} == {
-        "decoder_depth": int, "qkv_bias": bool, "mlp_ratio": float, "position": str,
-    }  # fmt: skip
+        "decoder_depth": int,
+        "qkv_bias": bool,
+        "mlp_ratio": float,
+        "position": str,
+    }
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,10 @@ def test_round_trip_of_awkward_values(recipe: Path, tmp_path: Path) -> None:
         ("optimizer.name=adagrad", "optimizer.name"),
         ("privacy.max_grad_norm=0", "privacy.max_grad_norm"),
         ("privacy.enabled=1", "privacy.enabled"),
-        ("privacy.target_epsilonn=8", "unknown key privacy.target_epsilonn; did you mean target_epsilon?"),
+        (
+            "privacy.target_epsilonn=8",
+            "unknown key privacy.target_epsilonn; did you mean target_epsilon?",
+        ),
         ("data.remote.timeout=3", "unknown key data.remote.timeout; did you mean timeout_seconds?"),
         ("trian.num_steps=8", "unknown key trian; did you mean train?"),
         ("model.kind=captionner", "did you mean captioner?"),
@@ -118,7 +129,9 @@ def test_noise_must_be_stated(recipe: Path) -> None:
     assert load_config(recipe, ["privacy.enabled=false"]).privacy.noise_multiplier is None
 
 
-@pytest.mark.parametrize("override", ["train.num_steps", "=4", ".num_steps=4", "train.=4", "train..num_steps=4", ""])
+@pytest.mark.parametrize(
+    "override", ["train.num_steps", "=4", ".num_steps=4", "train.=4", "train..num_steps=4", ""]
+)
 def test_override_syntax(recipe: Path, override: str) -> None:
     assert "section.key=value" in refusal(recipe, override)
     assert "num_steps is no section" in refusal(recipe, "train.num_steps.x=1")
@@ -128,11 +141,15 @@ def test_override_values(recipe: Path) -> None:
     config = load_config(
         recipe,
         [
-            "train.num_steps=5", "optimizer.betas=[0.8, 0.99]", "optimizer.peak_lr=2",
-            "data.shards=/data/x=1/train-{0..3}.tar", "model.overrides.decoder_depth=3", "heldout.shards=h.tar",
+            "train.num_steps=5",
+            "optimizer.betas=[0.8, 0.99]",
+            "optimizer.peak_lr=2",
+            "data.shards=/data/x=1/train-{0..3}.tar",
+            "model.overrides.decoder_depth=3",
+            "heldout.shards=h.tar",
             "heldout.is_public=true",
         ],
-    )  # fmt: skip
+    )
     assert config.train.num_steps == 5, "the last one counts"
     assert config.optimizer.betas == (0.8, 0.99)
     assert isinstance(config.optimizer.peak_lr, float) and config.optimizer.peak_lr == 2.0
@@ -190,7 +207,12 @@ def test_no_number_is_without_limits(path: tuple[str, ...], value: float) -> Non
         {"noise_multiplier": 1.0, "num_examples": 10**13},
         {"noise_multiplier": 1.0, "num_steps": 10**8},
         {"noise_multiplier": 0.3, "num_steps": 10**5},
-        {"target_epsilon": 1e-9, "num_examples": 60_000, "expected_batch_size": 600, "num_steps": 1000},
+        {
+            "target_epsilon": 1e-9,
+            "num_examples": 60_000,
+            "expected_batch_size": 600,
+            "num_steps": 1000,
+        },
     ],
 )
 def test_no_plan_is_without_limits(numbers: dict[str, float]) -> None:
@@ -202,7 +224,22 @@ def test_no_plan_is_without_limits(numbers: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["..", ".", "", "a/b", "/", "a\\b", "a\n", "a b", "-x", "x" * 201, "\u202e", "\x1b[31m", "~", "é"],
+    [
+        "..",
+        ".",
+        "",
+        "a/b",
+        "/",
+        "a\\b",
+        "a\n",
+        "a b",
+        "-x",
+        "x" * 201,
+        "\u202e",
+        "\x1b[31m",
+        "~",
+        "é",
+    ],
 )
 def test_a_run_s_name_is_the_name_of_one_folder(name: str, recipe: Path) -> None:
     """The default run folder is runs/NAME, which must not be another folder, or be shown as another one."""

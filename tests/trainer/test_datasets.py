@@ -22,7 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def shard(path: Path, count: int, seed: int = 0) -> Path:
-    samples = [{"__key__": f"{seed}-{i}", "jpg": picture(seed + i), "txt": b"a caption"} for i in range(count)]
+    samples = [
+        {"__key__": f"{seed}-{i}", "jpg": picture(seed + i), "txt": b"a caption"}
+        for i in range(count)
+    ]
     return write_shard(path, samples)
 
 
@@ -45,15 +48,21 @@ def folder(tmp_path: Path, one_rank: torch.device) -> RunFolder:
 
 def test_a_run_keeps_the_data_that_it_started_with(folder: RunFolder, tmp_path: Path) -> None:
     """Appending shards makes another data set: other n, other rate, other ids. The run says so and stops."""
-    shards = [shard(tmp_path / "data" / f"train-{number}.tar", 40, number * 100) for number in range(3)]
+    shards = [
+        shard(tmp_path / "data" / f"train-{number}.tar", 40, number * 100) for number in range(3)
+    ]
     build_index(shards[:2], tmp_path / "index")
-    chosen = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar")
+    chosen = config(
+        f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..1}}.tar"
+    )
     table = training_table(chosen, folder, ROOT)
     opened(folder, chosen, table)
     build_index(shards, tmp_path / "index")
     with pytest.raises(DataError, match="is of other shards"):
         training_table(chosen, folder, ROOT)
-    more = config(f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..2}}.tar")
+    more = config(
+        f"data.index={tmp_path / 'index'}", f"data.shards={tmp_path}/data/train-{{0..2}}.tar"
+    )
     with pytest.raises(PrivacyConfigError) as caught:
         opened(folder, more, training_table(more, folder, ROOT))
     assert caught.value.exit_code == 2
@@ -83,7 +92,9 @@ def test_a_resume_cannot_state_another_owner_limit(folder: RunFolder, tmp_path: 
     start("privacy.max_examples_per_owner=3")
     start("privacy.max_examples_per_owner=3")
     for other in (["privacy.max_examples_per_owner=2"], []):
-        with pytest.raises(PrivacyConfigError, match=r"max_examples_per_owner is (2|None), but .* with 3"):
+        with pytest.raises(
+            PrivacyConfigError, match=r"max_examples_per_owner is (2|None), but .* with 3"
+        ):
             start(*other)
 
 
@@ -92,10 +103,14 @@ def test_training_shards_are_no_public_heldout_shards(folder: RunFolder, tmp_pat
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "b.tar").symlink_to(path)
     for pattern in (path, tmp_path / "other" / "b.tar"):
-        chosen = config(f"data.shards={tmp_path}/data", f"heldout.shards={pattern}", "heldout.is_public=true")
+        chosen = config(
+            f"data.shards={tmp_path}/data", f"heldout.shards={pattern}", "heldout.is_public=true"
+        )
         with pytest.raises(DataError, match="cannot be declared public"):
             heldout_table(chosen, folder, ROOT)
-    private = config(f"data.shards={tmp_path}/data", f"heldout.shards={path}", "heldout.is_public=false")
+    private = config(
+        f"data.shards={tmp_path}/data", f"heldout.shards={path}", "heldout.is_public=false"
+    )
     table = heldout_table(private, folder, ROOT)
     assert table is not None and len(table) == 30
 

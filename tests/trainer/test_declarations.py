@@ -67,7 +67,11 @@ def test_said_again_it_counts(recipe: Path) -> None:
 
 
 def test_the_recipe_s_own_data_stay_as_it_declares_them(recipe: Path) -> None:
-    for overrides in ([], ["train.num_steps=1"], ["data.shards=theirs/*.tar", "heldout.shards=theirs/heldout.tar"]):
+    for overrides in (
+        [],
+        ["train.num_steps=1"],
+        ["data.shards=theirs/*.tar", "heldout.shards=theirs/heldout.tar"],
+    ):
         config = load_config(recipe, overrides)
         assert config.heldout is not None and config.heldout.is_public
         assert (config.data.provenance, config.privacy.max_examples_per_owner) == ("synthetic", 3)
@@ -76,27 +80,36 @@ def test_the_recipe_s_own_data_stay_as_it_declares_them(recipe: Path) -> None:
 def test_the_line_says_what_is_public_and_who_declared_it(recipe: Path) -> None:
     own = said(recipe)
     assert own == [
-        "public: training data theirs/*.tar", f"  (data.provenance = synthetic, declared by {recipe})",
-        "public: held-out data theirs/heldout.tar", f"  (heldout.is_public = true, declared by {recipe})",
-    ]  # fmt: skip
+        "public: training data theirs/*.tar",
+        f"  (data.provenance = synthetic, declared by {recipe})",
+        "public: held-out data theirs/heldout.tar",
+        f"  (heldout.is_public = true, declared by {recipe})",
+    ]
     other = said(recipe, NAMINGS["both"])
     assert other[:2] == [
         "private: training data mine/*.tar (data.provenance = private, the default)",
         "private: held-out data mine/heldout.tar (heldout.is_public = false, the default)",
-    ]  # fmt: skip
-    assert str(recipe) in other[2] and "ignored, because" in other[2] and "heldout.is_public" in other[3]
+    ]
+    assert (
+        str(recipe) in other[2]
+        and "ignored, because" in other[2]
+        and "heldout.is_public" in other[3]
+    )
     again = said(recipe, [*NAMINGS["both"], "heldout.is_public=true"])
     assert again[0].startswith("private: training data mine/*.tar (")
     assert again[1:3] == [
-        "public: held-out data mine/heldout.tar", "  (heldout.is_public = true, declared by the command line)",
-    ]  # fmt: skip
+        "public: held-out data mine/heldout.tar",
+        "  (heldout.is_public = true, declared by the command line)",
+    ]
     declared = said(recipe, ["heldout.is_public=false", "data.provenance=private"])
     assert str(declared).count("declared by the command line") == 2 and "public: " not in [
         line[:8] for line in declared
     ]
 
 
-def test_pictures_of_one_s_own_heldout_data_stay_private_at_a_start_and_a_resume(tmp_path: Path) -> None:
+def test_pictures_of_one_s_own_heldout_data_stay_private_at_a_start_and_a_resume(
+    tmp_path: Path,
+) -> None:
     """The quickstart recipe declares its held-out data public; those that the command line names are somebody's own."""
     (tmp_path / "mine.tar").write_bytes((ROOT / "data/demo/heldout-00000.tar").read_bytes())
     run_dir = tmp_path / "run"
@@ -106,14 +119,24 @@ def test_pictures_of_one_s_own_heldout_data_stay_private_at_a_start_and_a_resume
     for more, code in ((["train.max_minutes=1e-9"], 7), ([], 0)):
         done = alone([*arguments, *more])
         assert done.returncode == code, done.stderr
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("public: ", "private: "))]
-        assert len(lines) == 2 and f"private: held-out data {tmp_path}/mine.tar" in " ".join(done.stdout.split())
-    public = [p for p in run_dir.rglob("*") if p.is_file() and "private" not in p.relative_to(run_dir).parts]
+        lines = [
+            line for line in done.stdout.splitlines() if line.startswith(("public: ", "private: "))
+        ]
+        assert len(lines) == 2 and f"private: held-out data {tmp_path}/mine.tar" in " ".join(
+            done.stdout.split()
+        )
+    public = [
+        p
+        for p in run_dir.rglob("*")
+        if p.is_file() and "private" not in p.relative_to(run_dir).parts
+    ]
     public.remove(run_dir / "verify.py")  # the same for every run
     assert list((run_dir / "private").glob("samples-*.png"))
     assert "blind_loss" in (run_dir / "private/heldout.jsonl").read_text()
     assert "heldout/blind_loss" in (run_dir / "private/metrics.jsonl").read_text()
-    assert not [p.name for p in public if b"blind" in p.read_bytes() or b"shuffled" in p.read_bytes()]
+    assert not [
+        p.name for p in public if b"blind" in p.read_bytes() or b"shuffled" in p.read_bytes()
+    ]
     assert not [p.name for p in public if p.suffix == ".png" or p.name == "heldout.jsonl"]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines and not [key for line in lines for key in line if key.startswith("heldout")]

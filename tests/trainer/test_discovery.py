@@ -20,13 +20,28 @@ from torch._C._distributed_c10d import ErrorType
 from privacy.step import collectives
 from trainer.errors import ConfigError
 from trainer.ranks import discovery
-from trainer.ranks.discovery import Process, Ranks, discover_ranks, launcher_name, process_identity, watch
+from trainer.ranks.discovery import (
+    Process,
+    Ranks,
+    discover_ranks,
+    launcher_name,
+    process_identity,
+    watch,
+)
 
 ADDRESS = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 LAUNCHERS = {
     "torchrun": {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},
-    "openmpi": {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"},
-    "mvapich": {"MV2_COMM_WORLD_RANK": "5", "MV2_COMM_WORLD_LOCAL_RANK": "1", "MV2_COMM_WORLD_SIZE": "8"},
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "8",
+    },
+    "mvapich": {
+        "MV2_COMM_WORLD_RANK": "5",
+        "MV2_COMM_WORLD_LOCAL_RANK": "1",
+        "MV2_COMM_WORLD_SIZE": "8",
+    },
     "mpich": {"PMI_RANK": "5", "MPI_LOCALRANKID": "1", "PMI_SIZE": "8"},
     "slurm": {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
 }
@@ -40,7 +55,11 @@ CLAIMS = {
 SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
 """Slurm sets its variables in an allocation's shell too, but only srun starts ranks."""
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
-STEP = {**LAUNCHERS["slurm"], "SLURM_STEP_NODELIST": "node[07-08,11],other", "SLURM_JOB_ID": "123456"}
+STEP = {
+    **LAUNCHERS["slurm"],
+    "SLURM_STEP_NODELIST": "node[07-08,11],other",
+    "SLURM_JOB_ID": "123456",
+}
 FIFTH = Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
 
 
@@ -48,11 +67,17 @@ FIFTH = Ranks(rank=5, local_rank=1, world_size=8, address="node0", port=1234)
     ("environment", "found"),
     [
         *(({"HOME": "/root", **variables, **ADDRESS}, FIFTH) for variables in LAUNCHERS.values()),
-        *(({**v, "MASTER_ADDR": "node0"}, Ranks(5, 1, 8, "node0", 29500)) for v in LAUNCHERS.values()),
+        *(
+            ({**v, "MASTER_ADDR": "node0"}, Ranks(5, 1, 8, "node0", 29500))
+            for v in LAUNCHERS.values()
+        ),
         ({}, Ranks(0, 0, 1, "127.0.0.1", 29500)),
         ({"WORLD_SIZE": "8"}, Ranks()),  # half of a launcher is none
         ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, Ranks()),  # one rank needs no address
-        ({"RANK": "3", "WORLD_SIZE": "4", **ADDRESS}, Ranks(3, 3, 4, "node0", 1234)),  # as if all were on one machine
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", **ADDRESS},
+            Ranks(3, 3, 4, "node0", 1234),
+        ),  # as if all were on one machine
         ({**SHELL, "SLURM_NTASKS": "8"}, Ranks()),
         # The inner launcher wins. In an interactive step every rank inherits the variables of the shell.
         ({**SHELL, **LAUNCHERS["torchrun"], **ADDRESS}, FIFTH),
@@ -95,7 +120,10 @@ TORCHRUN = {**LAUNCHERS["torchrun"], **ADDRESS}
             for value in ("", "x", "1.5")
         ),
         *(({**TORCHRUN, "RANK": rank}, "no such rank") for rank in ("8", "-1")),
-        *(({**TORCHRUN, "MASTER_ADDR": a}, "MASTER_ADDR is") for a in ("a b", "=1!\f\f<j", "http://host", "x\ny")),
+        *(
+            ({**TORCHRUN, "MASTER_ADDR": a}, "MASTER_ADDR is")
+            for a in ("a b", "=1!\f\f<j", "http://host", "x\ny")
+        ),
         ({**TORCHRUN, "MASTER_PORT": "http"}, "http"),
     ],
 )
@@ -105,7 +133,9 @@ def test_garbage_is_refused_by_name(environment: dict[str, str], line: str) -> N
     assert caught.value.exit_code == 2
 
 
-def test_nothing_is_used_after_an_error_of_nccl(one_rank: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_used_after_an_error_of_nccl(
+    one_rank: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked by a private name of torch. Gloo raises by itself and is not asked."""
     group, gpu = dist.group.WORLD, torch.device("cuda")
     assert group is not None and group._get_backend(one_rank) is not None
@@ -114,7 +144,9 @@ def test_nothing_is_used_after_an_error_of_nccl(one_rank: torch.device, monkeypa
     for error in (ErrorType.SUCCESS, ErrorType.COMM_ERROR, ErrorType.TIMEOUT):
         answer = SimpleNamespace(get_error=lambda error=error: error)
         monkeypatch.setattr(type(group), "_get_backend", lambda self, device, answer=answer: answer)
-        expected = pytest.raises(RuntimeError, match=f"NCCL reports {error.name}: .*nothing of it is used")
+        expected = pytest.raises(
+            RuntimeError, match=f"NCCL reports {error.name}: .*nothing of it is used"
+        )
         with contextlib.nullcontext() if error == ErrorType.SUCCESS else expected:
             collectives.require_sound(gpu)
 
@@ -126,8 +158,14 @@ PYTHON = "/env/bin/python3.11"
     ("command", "name"),
     [
         ("/env/bin/python /env/bin/deepspeed --num_gpus 2 train.py", "deepspeed"),
-        (f"{PYTHON} -u -m deepspeed.launcher.launch --world_info=x -- train.py", "deepspeed.launcher.launch"),
-        (f"{PYTHON} -W ignore -X dev -Im deepspeed.launcher.runner train.py", "deepspeed.launcher.runner"),
+        (
+            f"{PYTHON} -u -m deepspeed.launcher.launch --world_info=x -- train.py",
+            "deepspeed.launcher.launch",
+        ),
+        (
+            f"{PYTHON} -W ignore -X dev -Im deepspeed.launcher.runner train.py",
+            "deepspeed.launcher.runner",
+        ),
         (f"{PYTHON} /env/bin/torchrun --nproc_per_node 2 train.py", "torchrun"),
         (f"{PYTHON} -m torch.distributed.run train.py", "torch.distributed.run"),
         ("mpirun -n 2 python train.py", "mpirun"),
@@ -190,13 +228,17 @@ RANK = "from trainer.ranks.discovery import launcher_processes; print([p.name fo
         ([], []),
     ],
 )
-def test_only_an_unbroken_line_counts(tmp_path: Path, between: list[str], expected: list[str]) -> None:
+def test_only_an_unbroken_line_counts(
+    tmp_path: Path, between: list[str], expected: list[str]
+) -> None:
     """Outermost first; `shell` is no launcher. What stands above the test is none either."""
     command = [sys.executable, "-c", RANK]
     for name in reversed(between):
         (tmp_path / name).write_text(LAUNCHER)
         command = [sys.executable, str(tmp_path / name), *command]
-    said = subprocess.run([sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, *command], stdout=subprocess.PIPE, text=True, check=True
+    )
     assert said.stdout.strip() == str(expected)
 
 

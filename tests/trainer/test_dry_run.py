@@ -39,20 +39,31 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
             (here / "runs/one/private").mkdir(parents=True, mode=0o700),
             (here / "runs/one/private/members.jsonl").write_text('{"seq":1}\n'),
         ],
-        "privacy.target_delta=1e-5"),
-    "a checkpoint, and no ledger": (lambda here: (here / "runs/one/checkpoints/step-00000001").mkdir(parents=True), MIRROR),
-    "a file as run folder": (lambda here: [(here / "runs").mkdir(), (here / "runs/one").touch()], MIRROR),
+        "privacy.target_delta=1e-5",
+    ),
+    "a checkpoint, and no ledger": (
+        lambda here: (here / "runs/one/checkpoints/step-00000001").mkdir(parents=True),
+        MIRROR,
+    ),
+    "a file as run folder": (
+        lambda here: [(here / "runs").mkdir(), (here / "runs/one").touch()],
+        MIRROR,
+    ),
     "an owner without room": (an_owner(1e-4), SHARED),
     "two sizes": (lambda here: None, "model.overrides.decoder_width=31"),
-}  # fmt: skip
+}
 
 
 SLOW = ("a mirror that is there", "attempts, and no ledger")
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in REFUSED])
-def test_a_new_run_is_refused_as_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in SLOW)) for n in REFUSED]
+)
+def test_a_new_run_is_refused_as_without_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RunFolder, "lock", lambda self: None)
     damage, change = REFUSED[name]
     damage(tmp_path)
@@ -79,7 +90,9 @@ def require_dealt_step(said: str) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_a_new_run_and_a_resumed_one_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_new_run_and_a_resumed_one_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The words of the start itself, steps and epsilon of the whole run; shared ledger, mirror and run folder as they were."""
     an_owner(8)(tmp_path)
     options = [change.format(here=tmp_path) for change in (SHARED, MIRROR)]
@@ -89,13 +102,23 @@ def test_what_a_new_run_and_a_resumed_one_would_do(tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     planned = next(line for line in said.splitlines() if line.startswith("epsilon planned"))
     said_once = " ".join(said.split())
-    assert "would take 4 steps from step 1, each of" in said_once and "seconds of computing (ranks: 1)" in said_once
+    assert (
+        "would take 4 steps from step 1, each of" in said_once
+        and "seconds of computing (ranks: 1)" in said_once
+    )
     require_dealt_step(said_once)
     stop_after(2, tmp_path / "runs/one", *options)
     assert planned in capsys.readouterr().out, "the run promises another epsilon than the dry run"
     status = json.loads((tmp_path / "runs/one/private/status.json").read_text())
-    assert (status["state"], status["step"], status["last_checkpoint"]) == ("stopped", 2, 2) and status["epsilon"] > 0
-    copy, options = tmp_path / "copy", [change.format(here=tmp_path / "copy") for change in (SHARED, MIRROR)]
+    assert (status["state"], status["step"], status["last_checkpoint"]) == (
+        "stopped",
+        2,
+        2,
+    ) and status["epsilon"] > 0
+    copy, options = (
+        tmp_path / "copy",
+        [change.format(here=tmp_path / "copy") for change in (SHARED, MIRROR)],
+    )
     shutil.copytree(tmp_path / "runs", copy / "runs")  # this process has the ledgers open
     for name in ("shared.jsonl", "mirror.jsonl"):
         shutil.copy(tmp_path / name, copy)
@@ -103,7 +126,10 @@ def test_what_a_new_run_and_a_resumed_one_would_do(tmp_path: Path, capsys: pytes
     assert run(copy / "runs/one", *OPTIONS, *options, steps=4, is_dry=True) == 0
     assert image(copy) == before
     said = capsys.readouterr().out
-    assert "resuming after step 2; 2 attempts are charged" in said and "would take 2 steps from step 3" in said
+    assert (
+        "resuming after step 2; 2 attempts are charged" in said
+        and "would take 2 steps from step 3" in said
+    )
 
 
 @pytest.mark.full

@@ -45,11 +45,22 @@ def refusal(file: Path, content: Any) -> str:
 
 def test_all_refused_keys_are_named_at_once(file: Path) -> None:
     """One start shows every edit, a line for a key; a key cannot add a line of its own."""
-    zero = {"stage": 3, "stages": 1, "cpu_offload": True, "reduce_bucket_size": "auto", "sub_group_size": "1e9"}
+    zero = {
+        "stage": 3,
+        "stages": 1,
+        "cpu_offload": True,
+        "reduce_bucket_size": "auto",
+        "sub_group_size": "1e9",
+    }
     content = {
-        "optimizer": {"params": {"lr": "auto"}}, "gradient_clipping": 1.0, "zero_optimization": zero,
-        "bfloat16": {"enabled": True}, "fp16": {"enabled": True}, "x\n  error: y\x1b": 1, "zero_optimisation": {},
-    }  # fmt: skip
+        "optimizer": {"params": {"lr": "auto"}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "bfloat16": {"enabled": True},
+        "fp16": {"enabled": True},
+        "x\n  error: y\x1b": 1,
+        "zero_optimisation": {},
+    }
     with pytest.raises(ConfigError) as caught:
         load(file, content)
     said = in_one_line(caught.value)
@@ -73,7 +84,9 @@ def test_all_refused_keys_are_named_at_once(file: Path) -> None:
 
 def test_whole_numbers_as_deepspeed_writes_them(file: Path) -> None:
     for text in ("5e8", "5E+8", "500000000.0", "500000000"):
-        zero = load(file, f'{{"zero_optimization": {{"stage": 3, "sub_group_size": {text}}}}}').raw["zero_optimization"]
+        zero = load(file, f'{{"zero_optimization": {{"stage": 3, "sub_group_size": {text}}}}}').raw[
+            "zero_optimization"
+        ]
         assert zero["sub_group_size"] == 500_000_000 and type(zero["sub_group_size"]) is int
     for text in ("1.5", "5e-1", "1e300", "1e999", "-5e8", '"5e8"', "true", "NaN"):
         assert "sub_group_size must be" in refusal(
@@ -81,7 +94,15 @@ def test_whole_numbers_as_deepspeed_writes_them(file: Path) -> None:
         )
 
 
-OFF = [False, None, 0, 0.0, {}, {"enabled": False}, {"enabled": False, "detailed": True, "steps": [3]}]
+OFF = [
+    False,
+    None,
+    0,
+    0.0,
+    {},
+    {"enabled": False},
+    {"enabled": False, "detailed": True, "steps": [3]},
+]
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED.keys() - ANYWAY.keys()))
@@ -92,7 +113,11 @@ def test_what_is_off_anyway_may_say_so(file: Path, key: str) -> None:
     def content(value: Any) -> dict[str, Any]:
         inner: dict[str, Any] = {name: value}
         for section in reversed(sections):
-            inner = {"enabled": True, **inner} if section in ("bf16", "activation_checkpointing") else inner
+            inner = (
+                {"enabled": True, **inner}
+                if section in ("bf16", "activation_checkpointing")
+                else inner
+            )
             inner = {section: {"stage": 3, **inner} if section == "zero_optimization" else inner}
         return {**ZERO2, **inner}
 
@@ -106,7 +131,11 @@ def test_what_is_off_anyway_may_say_so(file: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "taken", "refused"),
     [
-        ("gradient_clipping", [0, 0.0], [1.0, 1e-9, "auto", True, None, False, {}, {"enabled": False}]),
+        (
+            "gradient_clipping",
+            [0, 0.0],
+            [1.0, 1e-9, "auto", True, None, False, {}, {"enabled": False}],
+        ),
         ("gradient_accumulation_steps", [], [0, 1, None, "auto"]),
         ("train_batch_size", [], [0, None, False, "auto"]),
         ("optimizer", [], [{}, None, {"enabled": False}]),
@@ -126,7 +155,10 @@ def test_what_happens_anyway(file: Path, key: str, taken: list[Any], refused: li
 
 
 REFUSALS: list[tuple[Any, str]] = [
-    *((text, "is no JSON") for text in ("", "{", "stage: 2", '{"bf16": {"enabled": tru}}', b'{"\xff": 1}')),
+    *(
+        (text, "is no JSON")
+        for text in ("", "{", "stage: 2", '{"bf16": {"enabled": tru}}', b'{"\xff": 1}')
+    ),
     *((content, "JSON object") for content in ([], "3", "null", '"zero"')),
     ('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}, "bf16": {}}', "bf16 twice"),
     ('{"zero_optimization": {"stage": 2, "stage": 3}}', "stage twice"),
@@ -135,26 +167,48 @@ REFUSALS: list[tuple[Any, str]] = [
     ({**ZERO2, "zero_optimisation": {}}, "unknown key zero_optimisation"),
     ({"zero_optimization": {"stage": 2, "stages": 1}}, "unknown key zero_optimization.stages"),
     ({**ZERO2, "bf16": {"enabled": True, "immediate": True}}, "unknown key bf16.immediate"),
-    *(({"zero_optimization": {"stage": stage}}, "zero_optimization.stage must be 1, 2 or 3") for stage in (0, "3", 2.5, True)),
-    *((content, "zero_optimization.stage must be") for content in ({}, {"zero_optimization": {}}, {"bf16": {"enabled": True}})),
+    *(
+        ({"zero_optimization": {"stage": stage}}, "zero_optimization.stage must be 1, 2 or 3")
+        for stage in (0, "3", 2.5, True)
+    ),
+    *(
+        (content, "zero_optimization.stage must be")
+        for content in ({}, {"zero_optimization": {}}, {"bf16": {"enabled": True}})
+    ),
     ({"zero_optimization": 3}, "zero_optimization must be an object"),
     ({**ZERO2, "bf16": True}, "bf16 must be an object"),
-    ({"zero_optimization": {"stage": 3, "offload_param": "cpu"}}, "zero_optimization.offload_param must be an object"),
-    ({**ZERO2, "bf16": {"enabled": "false"}}, "bf16.enabled must be true or false"),  # in quotes it would count as true
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": "cpu"}},
+        "zero_optimization.offload_param must be an object",
+    ),
+    (
+        {**ZERO2, "bf16": {"enabled": "false"}},
+        "bf16.enabled must be true or false",
+    ),  # in quotes it would count as true
     ({**ZERO2, "fp16": {"enabled": 0}}, "fp16.enabled must be true or false"),
     ({**ZERO2, "fp16": {"enabled": True}}, "fp16 is refused"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "NVMe is not supported"),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, "offload_optimizer.ratio must be 1"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "NVMe is not supported",
+    ),
+    (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}},
+        "offload_optimizer.ratio must be 1",
+    ),
     *(
         ({"zero_optimization": {"stage": 3, key: value}}, f"zero_optimization.{key} must be")
-        for key, values in {"overlap_comm": ["true", 1, None, {}], "zero_init": ["yes"], "sub_group_size": ["1e9", True, 0],
-                            "stage3_max_live_parameters": [1.5, [], -1]}.items()
+        for key, values in {
+            "overlap_comm": ["true", 1, None, {}],
+            "zero_init": ["yes"],
+            "sub_group_size": ["1e9", True, 0],
+            "stage3_max_live_parameters": [1.5, [], -1],
+        }.items()
         for value in values
     ),
     ({"zero_optimization": "auto"}, 'zero_optimization is "auto"'),
     ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage is "auto"'),
     ({**ZERO2, "fp16": {"sizes": [1, {"deep": "auto"}]}}, 'fp16.sizes.1.deep is "auto"'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("content", "words"), REFUSALS, ids=range(len(REFUSALS)))
@@ -169,14 +223,25 @@ def test_keys_of_another_stage(file: Path) -> None:
         line = refusal(file, {"zero_optimization": {"stage": stage, key: value}})
         assert f"zero_optimization.{key} has no effect at stage {stage}" in line
     tuning = {
-        key: EXAMPLES.get(key, 5) for key, (_, (is_good, _)) in ZERO_KEYS.items() if is_good(EXAMPLES.get(key, 5))
+        key: EXAMPLES.get(key, 5)
+        for key, (_, (is_good, _)) in ZERO_KEYS.items()
+        if is_good(EXAMPLES.get(key, 5))
     }
-    tuning |= {key: True for key, (stages, (is_good, _)) in ZERO_KEYS.items() if not stages and is_good(True)}
-    for stage, off in (2, {"offload_param": {"device": "none", "pin_memory": True}, "zero_init": False}), (3, {}):
-        kept = load(file, {"zero_optimization": {**tuning, **off, "stage": stage}}).raw["zero_optimization"]
-        assert kept.keys() == {key for key in kept if stage in ZERO_KEYS[key][0]} and ("sub_group_size" in kept) == (
-            stage == 3
-        )
+    tuning |= {
+        key: True
+        for key, (stages, (is_good, _)) in ZERO_KEYS.items()
+        if not stages and is_good(True)
+    }
+    for stage, off in (
+        (2, {"offload_param": {"device": "none", "pin_memory": True}, "zero_init": False}),
+        (3, {}),
+    ):
+        kept = load(file, {"zero_optimization": {**tuning, **off, "stage": stage}}).raw[
+            "zero_optimization"
+        ]
+        assert kept.keys() == {key for key in kept if stage in ZERO_KEYS[key][0]} and (
+            "sub_group_size" in kept
+        ) == (stage == 3)
         assert "reduce_bucket_size" in tuning and "contiguous_gradients" not in kept
     assert "contiguous_gradients must be" in refusal(
         file, {"zero_optimization": {"stage": 2, "contiguous_gradients": "yes"}}
@@ -184,12 +249,20 @@ def test_keys_of_another_stage(file: Path) -> None:
 
 
 EXAMPLES: dict[str, Any] = {
-    "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}, "overlap_comm": False, "zero_init": True,
-}  # fmt: skip
+    "offload_optimizer": {"device": "cpu"},
+    "offload_param": {"device": "cpu"},
+    "overlap_comm": False,
+    "zero_init": True,
+}
 
 
 @pytest.mark.parametrize(
-    "key", sorted(key for key in ZERO_KEYS if ZERO_KEYS[key][0] and key not in ("stage", "zero_hpz_partition_size"))
+    "key",
+    sorted(
+        key
+        for key in ZERO_KEYS
+        if ZERO_KEYS[key][0] and key not in ("stage", "zero_hpz_partition_size")
+    ),
 )
 def test_deepspeed_reads_every_accepted_key(file: Path, key: str) -> None:
     """What is accepted here must not end in DeepSpeed's traceback, nor be unknown to it."""
@@ -207,7 +280,9 @@ def test_deepspeed_reads_every_accepted_key(file: Path, key: str) -> None:
 
 @pytest.mark.parametrize(("world_size", "micro_batch_size"), [(1, 24), (8, 1)])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
-def test_every_shipped_file_resolves(path: Path, file: Path, world_size: int, micro_batch_size: int) -> None:
+def test_every_shipped_file_resolves(
+    path: Path, file: Path, world_size: int, micro_batch_size: int
+) -> None:
     """All that `resolve` sees of a recipe is its micro batch size. What a run folder keeps of a file can be used again."""
     machine = load_machine_settings(path)
     assert load(file, machine.raw).raw == machine.raw
@@ -215,10 +290,13 @@ def test_every_shipped_file_resolves(path: Path, file: Path, world_size: int, mi
     resolved = resolve(machine, micro_batch_size=micro_batch_size, world_size=world_size)
     # Written, not left to a default: DeepSpeed's own clipping became 1.0 in 0.19.3 (contract 14).
     written = {
-        "gradient_clipping": 0.0, "train_batch_size": micro_batch_size * world_size, "gradient_accumulation_steps": 1,
-        "train_micro_batch_size_per_gpu": micro_batch_size, "bf16": {"enabled": machine.compute_dtype == torch.bfloat16},
+        "gradient_clipping": 0.0,
+        "train_batch_size": micro_batch_size * world_size,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "bf16": {"enabled": machine.compute_dtype == torch.bfloat16},
         **{key: {"enabled": False} for key in ("fp16", "tensorboard", "wandb", "csv_monitor")},
-    }  # fmt: skip
+    }
     assert resolved | written == resolved == json.loads(json.dumps(resolved))
     assert resolved["zero_optimization"]["stage"] == machine.stage
 
@@ -230,6 +308,10 @@ def test_deepspeed_reads_the_resolved_keys() -> None:
     machine = load_machine_settings(ROOT / "ds_configs" / "zero3_bf16.json")
     read = DeepSpeedConfig(resolve(machine, micro_batch_size=4, world_size=1))
     assert read.gradient_clipping == 0.0
-    assert read.zero_config.stage == 3 and read.bfloat16_config.enabled and not read.float16_config.enabled
+    assert (
+        read.zero_config.stage == 3
+        and read.bfloat16_config.enabled
+        and not read.float16_config.enabled
+    )
     assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (4, 1)
     assert read.prescale_gradients is False and read.gradient_predivide_factor == 1.0

@@ -132,7 +132,9 @@ def with_the_charge(noted: Noted, place: Place, index: int) -> None:
 
 CHANGES = [
     Change("step", "the next", lambda noted, *_: noted.update(step=noted["step"] + 1)),
-    Change("session", "another", lambda noted, *_: noted.update(session=(noted["session"] + 1) % 3)),
+    Change(
+        "session", "another", lambda noted, *_: noted.update(session=(noted["session"] + 1) % 3)
+    ),
     Change("silent", "the other", lambda noted, *_: noted.update(silent=not noted["silent"])),
     Change("before", "the least", put("before", up), "quiet"),
     Change("after", "the least", put("after", up), "quiet"),
@@ -142,8 +144,12 @@ CHANGES = [
     Change("draws", "a unit", put("draws", one_more), "crowd"),
     Change("draws", "a unit", put("draws", one_more), "absent"),
     Change("draws", "a unit", put("draws", one_more), "present"),
-    Change("num_draws", "one more", lambda noted, *_: noted.update(num_draws=noted["num_draws"] + 1)),
-    Change("num_draws", "one less", lambda noted, *_: noted.update(num_draws=noted["num_draws"] - 1)),
+    Change(
+        "num_draws", "one more", lambda noted, *_: noted.update(num_draws=noted["num_draws"] + 1)
+    ),
+    Change(
+        "num_draws", "one less", lambda noted, *_: noted.update(num_draws=noted["num_draws"] - 1)
+    ),
     Change("deviations", "a hair less", a_hair_less),
     Change("handed", "the least", put("handed", up), "quiet"),
     Change("handed", "the least", put("handed", up), "present"),
@@ -157,15 +163,17 @@ CHANGES = [
     Change("ids", "another", another_member),
     Change("keys", "a bit", put("keys", lambda key, place: key ^ np.uint64(1)), "first"),
     Change("released_at", "with the charge", with_the_charge),
-    Change("released_at", "later", lambda noted, *_: noted.update(released_at=noted["released_at"] + 1)),
+    Change(
+        "released_at", "later", lambda noted, *_: noted.update(released_at=noted["released_at"] + 1)
+    ),
     Change("least_entropy", "15 bytes", lambda noted, *_: noted.update(least_entropy=15)),
     Change("least_entropy", "16 bytes", lambda noted, *_: noted.update(least_entropy=16)),
 ]
 
-OF_RANK_0 = (
-    "the sandbox says it, and rank 0 stands for all; what another rank did shows in its members, numbers and sums"
+OF_RANK_0 = "the sandbox says it, and rank 0 stands for all; what another rank did shows in its members, numbers and sums"
+BY_ROUNDING = (
+    "what clipping leaves of a canary is known to a hundredth, and single weights hide a step"
 )
-BY_ROUNDING = "what clipping leaves of a canary is known to a hundredth, and single weights hide a step"
 
 
 def cannot_matter(change: Change, place: Place) -> str:
@@ -210,12 +218,18 @@ def places(evidence: Evidence, attempts: range | tuple[int, ...]) -> Iterator[Pl
                 charged_at=fsync_of_charge(evidence, attempt).at,
                 step=float(judge.steps_A[attempt]),
                 batch_size=judge.plan.expected_batch_size,
-                coordinates={kind: int(np.flatnonzero(is_one)[0]) for kind, is_one in kinds.items() if is_one.any()},
+                coordinates={
+                    kind: int(np.flatnonzero(is_one)[0])
+                    for kind, is_one in kinds.items()
+                    if is_one.any()
+                },
             )
 
 
 @pytest.mark.parametrize("attempts", [(2, 7), pytest.param(range(9), marks=pytest.mark.full)])
-def test_a_change_of_a_note_is_violated_or_cannot_matter(honest: Evidence, attempts: range | tuple[int, ...]) -> None:
+def test_a_change_of_a_note_is_violated_or_cannot_matter(
+    honest: Evidence, attempts: range | tuple[int, ...]
+) -> None:
     """By day in two attempts: the retry, without noise, and one with noise."""
     require_consistent(honest.judge().report())
     wrong, tried = [], set()
@@ -228,11 +242,21 @@ def test_a_change_of_a_note_is_violated_or_cannot_matter(honest: Evidence, attem
             note = dict(tapes[place.rank][0][place.attempt])
             change.edit(note, place, index)
             tapes[place.rank][0][place.attempt] = note
-            report, reason = honest._replace(tapes=tapes).judge().report(), cannot_matter(change, place)
+            report, reason = (
+                honest._replace(tapes=tapes).judge().report(),
+                cannot_matter(change, place),
+            )
             tried.add(change)
             if (report.verdict == "violated") is bool(reason):
                 wrong.append(
-                    (change.field, change.what, change.at, place.attempt, place.rank, reason or "is not found")
+                    (
+                        change.field,
+                        change.what,
+                        change.at,
+                        place.attempt,
+                        place.rank,
+                        reason or "is not found",
+                    )
                 )
     assert not wrong, "\n".join(map(str, wrong))
     assert tried == set(CHANGES)
@@ -250,7 +274,9 @@ def test_every_field_of_a_note_is_changed(honest: Evidence) -> None:
 
 def fsyncs_of(evidence: Evidence, path: Path) -> list[Fsync]:
     status = path.stat()
-    return [fsync for fsync in evidence.tapes[0][1] if fsync.place == (status.st_dev, status.st_ino)]
+    return [
+        fsync for fsync in evidence.tapes[0][1] if fsync.place == (status.st_dev, status.st_ino)
+    ]
 
 
 def released_at(evidence: Evidence, attempt: int) -> int:
@@ -260,14 +286,19 @@ def released_at(evidence: Evidence, attempt: int) -> int:
 def fsync_of_charge(evidence: Evidence, attempt: int) -> Fsync:
     """The last one of the ledger before the release: the intent is the last line then."""
     of_ledger = fsyncs_of(evidence, evidence.run.folder.ledger)
-    return max((fsync for fsync in of_ledger if fsync.at < released_at(evidence, attempt)), key=lambda fsync: fsync.at)
+    return max(
+        (fsync for fsync in of_ledger if fsync.at < released_at(evidence, attempt)),
+        key=lambda fsync: fsync.at,
+    )
 
 
 def test_every_field_of_an_fsync_is_violated_or_cannot_matter(honest: Evidence) -> None:
     ledger = honest.run.folder.ledger
     first = released_at(honest, 0)
     of_folder = [
-        fsync for fsync in fsyncs_of(honest, ledger.parent) if fsync.at < first and ledger.name in fsync.inodes
+        fsync
+        for fsync in fsyncs_of(honest, ledger.parent)
+        if fsync.at < first and ledger.name in fsync.inodes
     ]
     of_charges = [fsync_of_charge(honest, attempt) for attempt in range(9)]
     released = {id(fsync): released_at(honest, attempt) for attempt, fsync in enumerate(of_charges)}
@@ -283,13 +314,24 @@ def test_every_field_of_an_fsync_is_violated_or_cannot_matter(honest: Evidence) 
         ("inodes", "file"): "a file has no names in it",
     }
     for field, value in changes.items():
-        for kind, many in [("folder", of_folder), *(("file", [of_charges[attempt]]) for attempt in (0, 2, 8))]:
+        for kind, many in [
+            ("folder", of_folder),
+            *(("file", [of_charges[attempt]]) for attempt in (0, 2, 8)),
+        ]:
             fsyncs = [
-                fsync._replace(**{field: value(fsync)}) if fsync in many else fsync for fsync in honest.tapes[0][1]
+                fsync._replace(**{field: value(fsync)}) if fsync in many else fsync
+                for fsync in honest.tapes[0][1]
             ]
-            report = honest._replace(tapes=[(honest.tapes[0][0], fsyncs), *honest.tapes[1:]]).judge().report()
+            report = (
+                honest._replace(tapes=[(honest.tapes[0][0], fsyncs), *honest.tapes[1:]])
+                .judge()
+                .report()
+            )
             expected = {"file": "charge_before_release", "folder": "ledger_name_durable"}[kind]
-            assert report.failed() == ([] if (field, kind) in cannot_matter else [expected]), (field, kind)
+            assert report.failed() == ([] if (field, kind) in cannot_matter else [expected]), (
+                field,
+                kind,
+            )
 
 
 # The ledger's lines, and what all ranks were given
@@ -310,18 +352,36 @@ def scaled(name: str) -> Callable[[Lines], object]:
 
 LINES: dict[str, tuple[Callable[[Lines], object], str]] = {
     "intent.step": (lambda lines: of_type(lines, "intent")[-1].update(step=99), "charged_attempts"),
-    "intent.attempt": (lambda lines: of_type(lines, "intent")[-1].update(attempt=1), "charged_attempts"),
-    "intent.attempt of the retry": (lambda lines: of_type(lines, "intent")[2].update(attempt=0), "charged_attempts"),
+    "intent.attempt": (
+        lambda lines: of_type(lines, "intent")[-1].update(attempt=1),
+        "charged_attempts",
+    ),
+    "intent.attempt of the retry": (
+        lambda lines: of_type(lines, "intent")[2].update(attempt=0),
+        "charged_attempts",
+    ),
     "intent.releases: std": (scaled("std"), "charged_attempts"),
     "intent.releases: sensitivity": (scaled("sensitivity"), "charged_attempts"),
-    "intent.releases: another one": (lambda lines: of_type(lines, "intent")[-1]["releases"].append({}), "charged_attempts"),
-    "an intent twice": (lambda lines: lines.append(of_type(lines, "intent")[-1]), "charged_attempts"),
-    "no intent": (lambda lines: lines.remove(of_type(lines, "intent")[2]), "charged_attempts"),
-    "session.nonce": (lambda lines: of_type(lines, "session")[1].update(nonce="00" * 16), "dealt_members"),
-    "session.nonce of the start before": (
-        lambda lines: of_type(lines, "session")[1].update(nonce=of_type(lines, "session")[0]["nonce"]), "nonces_are_new",
+    "intent.releases: another one": (
+        lambda lines: of_type(lines, "intent")[-1]["releases"].append({}),
+        "charged_attempts",
     ),
-}  # fmt: skip
+    "an intent twice": (
+        lambda lines: lines.append(of_type(lines, "intent")[-1]),
+        "charged_attempts",
+    ),
+    "no intent": (lambda lines: lines.remove(of_type(lines, "intent")[2]), "charged_attempts"),
+    "session.nonce": (
+        lambda lines: of_type(lines, "session")[1].update(nonce="00" * 16),
+        "dealt_members",
+    ),
+    "session.nonce of the start before": (
+        lambda lines: of_type(lines, "session")[1].update(
+            nonce=of_type(lines, "session")[0]["nonce"]
+        ),
+        "nonces_are_new",
+    ),
+}
 UNREAD = {"seq", "type", "time_utc", "previous", "environment", "mirror"}
 """Chain and words, which verify.py reads (tests/privacy/verify/test_every_field.py)."""
 
@@ -332,13 +392,20 @@ def test_a_change_of_a_line_is_violated(honest: Evidence, what: str) -> None:
     judge = honest.judge()
     lines = [json.loads(line) for line in judge.records.splitlines()]
     edit(lines)
-    judge.records = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+    judge.records = b"".join(
+        json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines
+    )
     assert expected in judge.report().failed()
 
 
 def test_every_field_of_a_line_is_changed(honest: Evidence) -> None:
     lines = [json.loads(line) for line in honest.judge().records.splitlines()]
-    fields = {f"{kind}.{field}" for kind in ("session", "intent") for line in of_type(lines, kind) for field in line}
+    fields = {
+        f"{kind}.{field}"
+        for kind in ("session", "intent")
+        for line in of_type(lines, kind)
+        for field in line
+    }
     changed = {what.split(":")[0].split()[0] for what in LINES if "." in what}
     assert {field for field in fields if field.split(".")[1] not in UNREAD} == changed
 
@@ -356,13 +423,19 @@ def opened_with(evidence: Evidence, more: int) -> Evidence:
 
 
 def half_the_rows(evidence: Evidence, session: int) -> Evidence:
-    sizes = [size // 2 if number == session else size for number, size in enumerate(evidence.micro_batches)]
+    sizes = [
+        size // 2 if number == session else size
+        for number, size in enumerate(evidence.micro_batches)
+    ]
     return evidence._replace(micro_batches=tuple(sizes))
 
 
 def presence_with(evidence: Evidence, kind: str) -> Evidence:
     """A member of some attempt that is in the data is said not to be, or the other way round."""
-    canaries, members = evidence.canaries, np.unique(np.concatenate([note["ids"] for note in evidence.tapes[0][0]]))
+    canaries, members = (
+        evidence.canaries,
+        np.unique(np.concatenate([note["ids"] for note in evidence.tapes[0][0]])),
+    )
     of_kind_N = {
         "honest": ~canaries.crowd_N & ~canaries.hostile_N & evidence.present_N,
         "crowd": canaries.crowd_N,
@@ -377,8 +450,13 @@ GIVEN: dict[str, Callable[[Evidence], Evidence]] = {
     "audited: C": lambda evidence: plan_with(evidence, max_grad_norm=1 + HAIR),
     "run: half the step h": lambda evidence: opened_with(evidence, 1),
     "run: twice the step h": lambda evidence: opened_with(evidence, -1),
-    **{f"micro_batches: {session}": partial(half_the_rows, session=session) for session in range(3)},
-    **{f"present_N: {kind}": partial(presence_with, kind=kind) for kind in ("honest", "crowd", "absent")},
+    **{
+        f"micro_batches: {session}": partial(half_the_rows, session=session) for session in range(3)
+    },
+    **{
+        f"present_N: {kind}": partial(presence_with, kind=kind)
+        for kind in ("honest", "crowd", "absent")
+    },
 }
 CHANGED_ABOVE = {"tapes"}
 MADE_UP = {"canaries"}
@@ -392,7 +470,11 @@ def test_a_change_of_what_is_given_is_violated(honest: Evidence, what: str) -> N
 
 def test_every_parameter_of_the_judge_is_changed() -> None:
     changed = {what.split(":")[0] for what in GIVEN}
-    assert set(inspect.signature(Judge).parameters) == set(Evidence._fields) == changed | CHANGED_ABOVE | MADE_UP
+    assert (
+        set(inspect.signature(Judge).parameters)
+        == set(Evidence._fields)
+        == changed | CHANGED_ABOVE | MADE_UP
+    )
 
 
 # Mistakes in the source of noise, as a tape shows them
@@ -439,7 +521,11 @@ def redrawn(
     Args:
         seeds: of the fresh normals of each rank.
     """
-    judge, size, tapes = evidence.judge(), evidence.run.plan.expected_batch_size, list(evidence.tapes)
+    judge, size, tapes = (
+        evidence.judge(),
+        evidence.run.plan.expected_batch_size,
+        list(evidence.tapes),
+    )
     for rank, (notes, fsyncs) in enumerate(evidence.tapes):
         rng, normals, redone = np.random.default_rng(seeds[rank]), np.zeros(0), []
         weights = {1: np.zeros(len(notes[0]["after"]))}
@@ -452,7 +538,9 @@ def redrawn(
             handed = (np.rint(note["handed"] * size / step) + added) * step / size
             after = (start - handed).astype(np.float32).astype(np.float64)
             weights |= {note["step"] + 1: after}
-            redone.append(note | {"draws": draws, "handed": handed, "before": start, "after": after})
+            redone.append(
+                note | {"draws": draws, "handed": handed, "before": start, "after": after}
+            )
         tapes[rank] = redone, fsyncs
     return evidence._replace(tapes=tapes)
 

@@ -38,11 +38,17 @@ class World:
 
     def connection(self) -> dist.Store:
         return dist.TCPStore(
-            "127.0.0.1", self.host.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
+            "127.0.0.1",
+            self.host.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=5),
         )
 
     def rank(self, r: int, connect: Callable[[], dist.Store] | None = None) -> Heartbeat:
-        made = Heartbeat(connect or self.connection, r, self.hosts, processes=self.processes, timing=self.timing)
+        made = Heartbeat(
+            connect or self.connection, r, self.hosts, processes=self.processes, timing=self.timing
+        )
 
         def end(message: str, exit_code: int) -> None:
             self.ends[r] = (message, exit_code)
@@ -138,11 +144,18 @@ def test_a_store_that_is_gone(world: World) -> None:
     world.rank(1, unreachable).start()
     world.all_end(1)
     said, code = world.ends[1]
-    assert code == 1 and "rank 0 (host node0) is dead" in said and "Connection reset" in said and "frames" not in said
+    assert (
+        code == 1
+        and "rank 0 (host node0) is dead" in said
+        and "Connection reset" in said
+        and "frames" not in said
+    )
 
 
 @pytest.mark.parametrize("silent", [0, 2])
-def test_a_silent_rank_whose_process_lives_is_late(silent: int, worlds: Callable[..., World]) -> None:
+def test_a_silent_rank_whose_process_lives_is_late(
+    silent: int, worlds: Callable[..., World]
+) -> None:
     world = worlds(SEEN)
     world.ranks[silent].leave()
     wait_until(lambda: len(world.warnings) > 1)
@@ -150,7 +163,9 @@ def test_a_silent_rank_whose_process_lives_is_late(silent: int, worlds: Callable
         rf"warning: rank {silent} \(host node{silent // 2}\) is late: no heartbeat for \d+ s, its process lives, "
         r"load \d+ on \d+ CPUs; the run waits"
     )
-    assert not world.ends and all(warning.fullmatch(line) for line in world.warnings), world.warnings
+    assert not world.ends and all(warning.fullmatch(line) for line in world.warnings), (
+        world.warnings
+    )
 
 
 def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World]) -> None:
@@ -158,7 +173,9 @@ def test_who_is_late_for_too_long_ends_all(worlds: Callable[..., World]) -> None
     world.ranks[2].leave()
     world.all_end(0, 1)
     (said,) = world.said
-    assert said.startswith("error: rank 2 (host node1) is late (no heartbeat for 1 s, its process lives, load ")
+    assert said.startswith(
+        "error: rank 2 (host node1) is late (no heartbeat for 1 s, its process lives, load "
+    )
 
 
 def test_processes_are_seen_as_they_are(worlds: Callable[..., World]) -> None:
@@ -174,12 +191,22 @@ def test_processes_are_seen_as_they_are(worlds: Callable[..., World]) -> None:
             child.wait()
     try:
         wait_until(lambda: process_state(found[1]) == "T")
-        assert process_state(found[0]) == process_state("") == process_state("elsewhere pid:[1] 1 1") == ""
-        assert process_state(SEEN[0].rpartition(" ")[0] + " 1") == "", "another process has its number"
+        assert (
+            process_state(found[0])
+            == process_state("")
+            == process_state("elsewhere pid:[1] 1 1")
+            == ""
+        )
+        assert process_state(SEEN[0].rpartition(" ")[0] + " 1") == "", (
+            "another process has its number"
+        )
         world = worlds([SEEN[0], found[1]], stopped_after=1.5)
         world.ranks[1].leave()
         world.all_end(0)
-        assert "is late: no heartbeat" in world.warnings[0] and "its process is stopped, load" in world.warnings[0]
+        assert (
+            "is late: no heartbeat" in world.warnings[0]
+            and "its process is stopped, load" in world.warnings[0]
+        )
         assert world.said[0].startswith("error: rank 1 (host node0) is dead (no heartbeat for ")
     finally:
         child.kill()
@@ -220,24 +247,37 @@ def test_a_slow_rank_only_draws_warnings(world: World) -> None:
     assert not world.ends
 
 
-def test_ranks_that_all_stand_still_end_and_the_line_says_where(worlds: Callable[..., World]) -> None:
+def test_ranks_that_all_stand_still_end_and_the_line_says_where(
+    worlds: Callable[..., World],
+) -> None:
     """All processes live and beat: a collective that rank 1 never joins, or a device that is gone."""
     world = worlds(UNSEEN, still_after=0.4)
-    for rank, place in zip(world.ranks, ("agree (a.py:3)", "synchronize (b.py:4)", "agree (a.py:3)"), strict=True):
+    for rank, place in zip(
+        world.ranks, ("agree (a.py:3)", "synchronize (b.py:4)", "agree (a.py:3)"), strict=True
+    ):
         rank.standing = lambda place=place: (place, place)  # type: ignore[method-assign, misc]
         rank.note(7)
     world.all_end(0, 1, 2)
     assert {code for _, code in world.ends.values()} == {1}
     (line,) = world.said
     assert re.match(r"error: no rank has moved for \d+ s in step 3 \(", line), line
-    assert "ranks 0, 2 (hosts node0, node1) in agree (a.py:3); rank 1 (host node0) in synchronize (b.py:4)" in line
+    assert (
+        "ranks 0, 2 (hosts node0, node1) in agree (a.py:3); rank 1 (host node0) in synchronize (b.py:4)"
+        in line
+    )
 
 
 @pytest.mark.parametrize(
     "way",
-    ["micro-batches", "a silent rank", *(pytest.param(way, marks=pytest.mark.full) for way in ("elsewhere", "data"))],
+    [
+        "micro-batches",
+        "a silent rank",
+        *(pytest.param(way, marks=pytest.mark.full) for way in ("elsewhere", "data")),
+    ],
 )
-def test_a_slow_run_is_not_ended_while_any_rank_moves(way: str, worlds: Callable[..., World]) -> None:
+def test_a_slow_run_is_not_ended_while_any_rank_moves(
+    way: str, worlds: Callable[..., World]
+) -> None:
     """Hashing and compiling are many places; a rank that waits for data moves; who is silent is late, which has its own time."""
     world = worlds(SEEN, still_after=0.4)
     for rank in world.ranks:
@@ -270,7 +310,9 @@ def test_what_ranks_wait_for_is_said_after_a_minute(worlds: Callable[..., World]
     assert world.ranks[0]._next_wait >= 2 * 0.3
 
 
-def test_dealing_inside_a_wait_for_data_is_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dealing_inside_a_wait_for_data_is_no_wait_for_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The reader pulls a plan when it wants its ids: while that is drawn, a rank that stands still is seen to stand still."""
     beat = Heartbeat(lambda: dist.HashStore(), 0, ["node0", "node0"])
     monkeypatch.setattr(distributed, "_heartbeat", beat)

@@ -22,7 +22,12 @@ from tests.trainer.test_warm_start import SYNTHETIC, write
 from trainer.errors import ConfigError
 from trainer.weights.import_weights import import_weights
 
-PRIVATE_LINK = {"kind": "checkpoint", "training_data": "private", "guarantee": None, "before_that": {"kind": "random"}}
+PRIVATE_LINK = {
+    "kind": "checkpoint",
+    "training_data": "private",
+    "guarantee": None,
+    "before_that": {"kind": "random"},
+}
 PRIVATE: list[dict[str, Any]] = [
     {"training_data": {"provenance": "private"}},
     {"training_data": {"provenance": "public", "shards": []}, "initialisation": PRIVATE_LINK},
@@ -53,9 +58,13 @@ def imported(source: Path, kind: Any, provenance: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["hf", "vip"])
 @pytest.mark.parametrize("about", PRIVATE, ids=["own", "behind", "unstated"])
-def test_private_data_cannot_be_declared_public_on_the_way(tmp_path: Path, kind: str, about: dict[str, Any]) -> None:
+def test_private_data_cannot_be_declared_public_on_the_way(
+    tmp_path: Path, kind: str, about: dict[str, Any]
+) -> None:
     source = exported(tmp_path / "out", kind, about)
-    with pytest.raises(ConfigError, match="exported from a run on private data, so --provenance public contradicts"):
+    with pytest.raises(
+        ConfigError, match="exported from a run on private data, so --provenance public contradicts"
+    ):
         imported(source, kind, "public")
     assert imported(source, kind, None)["training_data"] == {"provenance": "private"}
 
@@ -67,7 +76,9 @@ def test_shards_survive_the_way_through_other_formats(tmp_path: Path, kind: str)
     assert manifest["training_data"] == stated
     source = exported(tmp_path / "tuned", kind, {"training_data": stated})
     shutil.rmtree(tmp_path / "in")
-    assert imported(source, kind, "private")["training_data"] == {"provenance": "private"}, "trained further by others"
+    assert imported(source, kind, "private")["training_data"] == {"provenance": "private"}, (
+        "trained further by others"
+    )
 
 
 def test_weights_of_others_say_nothing(tmp_path: Path) -> None:
@@ -79,12 +90,16 @@ def test_weights_of_others_say_nothing(tmp_path: Path) -> None:
 def test_a_checkpoint_that_no_ledger_remembers_does_not_resume_a_run(tmp_path: Path) -> None:
     """As of an import put into a run folder: its weights would enter without a look at what is behind them."""
     known: list[Any] = []
-    ledger: Any = SimpleNamespace(require_not_shorter_than=known.append, require_recorded=known.append)
+    ledger: Any = SimpleNamespace(
+        require_not_shorter_than=known.append, require_recorded=known.append
+    )
     folder: Any = SimpleNamespace(checkpoints=tmp_path / "checkpoints")
     checkpoint = write(tmp_path, SYNTHETIC)
     with pytest.raises(PrivacyStateRefused, match="remembers no line of this run's ledger"):
         load_newest(folder, ledger, None)
     position = {"seq": 1, "hash": "ab"}
-    again: Any = SimpleNamespace(checkpoints=write(tmp_path / "b", {**SYNTHETIC, "ledger": position}).path.parent)
+    again: Any = SimpleNamespace(
+        checkpoints=write(tmp_path / "b", {**SYNTHETIC, "ledger": position}).path.parent
+    )
     found = load_newest(again, ledger, None)
     assert found is not None and found.step == checkpoint.step and known == [position, found.path]

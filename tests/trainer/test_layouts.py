@@ -40,11 +40,17 @@ def random_shapes(seed: int) -> dict[str, torch.Size]:
 @pytest.mark.parametrize(("engine", "name"), ENGINES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 16])
 def test_every_coordinate_has_one_owner(engine: Any, name: str, world_size: int) -> None:
-    groups = [size for size in range(1, world_size + 1) if world_size % size == 0] if engine == "fsdp" else [None]
+    groups = (
+        [size for size in range(1, world_size + 1) if world_size % size == 0]
+        if engine == "fsdp"
+        else [None]
+    )
     for seed in range(20):
         shapes = random_shapes(seed)
         for size in groups:
-            layout = layout_of(engine, shapes, OPTIMIZER, machine(name, shard_group_size=size), world_size)
+            layout = layout_of(
+                engine, shapes, OPTIMIZER, machine(name, shard_group_size=size), world_size
+            )
             assert len(layout.pieces) == world_size
             layout.check(shapes)
 
@@ -61,7 +67,13 @@ def test_rows_are_cut_as_torch_cuts_them(shape: tuple[int, ...], num_shards: int
 
 
 @pytest.mark.parametrize(
-    "dealt", [[], [Piece("a", 0, 2)], [Piece("a", 0, 2), Piece("b", 0, 4)], [Piece("b", 0, 3), Piece("a", 0, 2)]]
+    "dealt",
+    [
+        [],
+        [Piece("a", 0, 2)],
+        [Piece("a", 0, 2), Piece("b", 0, 4)],
+        [Piece("b", 0, 3), Piece("a", 0, 2)],
+    ],
 )
 def test_a_library_that_deals_otherwise_is_refused(dealt: list[Piece]) -> None:
     layout = ShardLayout(((Piece("c", 0, 1),), (Piece("a", 0, 2), Piece("b", 0, 3))))

@@ -31,7 +31,9 @@ def test_a_torn_last_line(tmp_path: Path, torn: str) -> None:
     assert found[0] == 1 and found[-1] == 3 and len(found) <= 3
 
 
-def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_events_have_no_clock_and_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also after a resume and next to a file that a kill tore; equal numbers are equal bytes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -44,11 +46,18 @@ def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: p
             writer = PublicMetrics(folder)
             writer.scalars(step, {"privacy/epsilon": Public(step / 2, Reason.CHARGED)})
             writer.text(step, "heldout/samples", Public("words", Reason.DECLARED))
-            writer.picture(step, "heldout/samples", Public(np.zeros((6, 10, 3), dtype=np.uint8), Reason.DECLARED))
+            writer.picture(
+                step,
+                "heldout/samples",
+                Public(np.zeros((6, 10, 3), dtype=np.uint8), Reason.DECLARED),
+            )
             writer.close()
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         events = [
-            event for path in files if path.name != "metrics.jsonl" for event in EventFileLoader(str(path)).Load()
+            event
+            for path in files
+            if path.name != "metrics.jsonl"
+            for event in EventFileLoader(str(path)).Load()
         ]
         assert {event.wall_time for event in events} == {0.0, 1.0, 2.0}
         assert all(event.wall_time == event.step for event in events)
@@ -65,7 +74,9 @@ def test_public_events_have_no_clock_and_no_place(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("is_private", [True, False])
-def test_a_start_takes_the_place_of_the_steps_that_it_repeats(tmp_path: Path, *, is_private: bool) -> None:
+def test_a_start_takes_the_place_of_the_steps_that_it_repeats(
+    tmp_path: Path, *, is_private: bool
+) -> None:
     """What was measured at the checkpoint stays, and so does all of a start at the last step, which repeats nothing."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -76,16 +87,23 @@ def test_a_start_takes_the_place_of_the_steps_that_it_repeats(tmp_path: Path, *,
     ]
     for number, (step, attempts, steps) in enumerate(starts):
         session = Session(step, attempts, number)
-        writer = PrivateMetrics(tmp_path, session) if is_private else PublicMetrics(tmp_path, session)
+        writer = (
+            PrivateMetrics(tmp_path, session) if is_private else PublicMetrics(tmp_path, session)
+        )
         for done in steps:
             value = done + 100.0 * number
             box = Private(value) if is_private else Public(value, Reason.NOISED)
             writer.scalars(done, {"optimizer/noised_grad_norm": box})  # type: ignore[dict-item]
         writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("optimizer/noised_grad_norm")
+    events = (
+        EventAccumulator(str(tmp_path / "tensorboard"))
+        .Reload()
+        .Scalars("optimizer/noised_grad_norm")
+    )
     assert [(event.step, event.value) for event in events] == [
-        *((step, float(step)) for step in range(4)), *((step, step + 100.0) for step in range(4, 7))
-    ]  # fmt: skip
+        *((step, float(step)) for step in range(4)),
+        *((step, step + 100.0) for step in range(4, 7)),
+    ]
     lines = [(line["step"], line["attempt"]) for line in read_metrics(tmp_path)]
     assert lines == [*((step, 0) for step in range(6)), (4, 1), (5, 2), (6, 0)]
 
@@ -100,7 +118,9 @@ def test_after_any_kills_no_line_is_there_twice_and_no_text_steps_back(
 
     rng, charged, step = np.random.default_rng(seed), Counter[int](), 0
     for number in range(12):
-        writer = PublicMetrics(tmp_path, Session(step, dict(charged) if is_charged else None, number))
+        writer = PublicMetrics(
+            tmp_path, Session(step, dict(charged) if is_charged else None, number)
+        )
         last = step + int(rng.integers(0, 6))
         for done in range(step if step == 0 else step + 1, last + 1):
             charged.update([done] * (done > 0))
@@ -116,11 +136,15 @@ def test_after_any_kills_no_line_is_there_twice_and_no_text_steps_back(
     tags = [tag for tag in events.Tags()["tensors"] if tag.startswith("heldout/samples")]
     texts = {tag: [event.step for event in events.Tensors(tag)] for tag in tags}
     assert len(texts) > 2 and sum(map(len, texts.values())) == len(lines)
-    assert all(before < after for steps in texts.values() for before, after in pairwise(steps)), texts
+    assert all(before < after for steps in texts.values() for before, after in pairwise(steps)), (
+        texts
+    )
 
 
 @pytest.mark.parametrize("kill_at", ["scalars", "text", "picture"])
-def test_a_kill_while_results_are_written_has_no_line_written_again(tmp_path: Path, kill_at: str) -> None:
+def test_a_kill_while_results_are_written_has_no_line_written_again(
+    tmp_path: Path, kill_at: str
+) -> None:
     """Of the last step, which is not repeated: a start that finds its line in heldout.jsonl measures nothing again."""
     samples = Samples(np.zeros((6, 10, 3), dtype=np.uint8), [("a", "b")])
     results = Public(HeldoutResults({"loss": 1.0}, {}, None, samples), Reason.DECLARED)
@@ -183,7 +207,9 @@ def test_a_name_that_is_not_listed_or_has_another_reason_is_not_published(
     assert read_metrics(tmp_path) == []
 
 
-def test_a_setting_that_changes_from_step_to_step_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_changes_from_step_to_step_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(PUBLISHED, "train/batch_size", Reason.SETTINGS)
     writer = PublicMetrics(tmp_path)
     for step in (1, 2):

@@ -27,7 +27,9 @@ class Mixing(nn.Module):
 
 def engine_of(size: int, dtype: torch.dtype, own: torch.dtype = torch.float32) -> Any:
     """As much of an engine as the check needs."""
-    return SimpleNamespace(module=Mixing(size, dtype).to(own), device=torch.device("cpu"), compute_dtype=own)
+    return SimpleNamespace(
+        module=Mixing(size, dtype).to(own), device=torch.device("cpu"), compute_dtype=own
+    )
 
 
 def inputs(count: int) -> dict[str, Tensor]:
@@ -40,7 +42,9 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_mixes_at_the_size_and_dtype_of_training_is_refused(dtype: torch.dtype) -> None:
+def test_a_model_that_mixes_at_the_size_and_dtype_of_training_is_refused(
+    dtype: torch.dtype,
+) -> None:
     for mixes_in in (torch.float32, torch.bfloat16):
         engine = engine_of(12, mixes_in, dtype)
         require_neighbours_apart(engine, engine.module, inputs, 11)
@@ -56,7 +60,9 @@ def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_a_part() -> None:
 
 
 def test_what_another_rank_finds_is_refused_here_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "gather_objects", lambda mine: [mine, (None, "the other rank says so", None)])
+    monkeypatch.setattr(
+        collectives, "gather_objects", lambda mine: [mine, (None, "the other rank says so", None)]
+    )
     engine = engine_of(12, torch.float32)
     with pytest.raises(PrivacyConfigError, match="the other rank says so"):
         require_neighbours_apart(engine, engine.module, inputs, 11)

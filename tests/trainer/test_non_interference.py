@@ -48,17 +48,40 @@ ALONE = Ranks()
 MACHINE = load_machine_settings(ROOT / "ds_configs" / "zero1.json")
 X = 7
 """The id of the example in which the data differ."""
-ENCODER = ["model.overrides.encoder_width=16", "model.overrides.encoder_depth=1", "model.overrides.encoder_num_heads=2"]
-DECODER = ["model.overrides.decoder_width=16", "model.overrides.decoder_depth=1", "model.overrides.decoder_num_heads=2"]
-SHORT = ["schedule.warmup_steps=1", "train.num_steps=3", "train.micro_batch_size=4", "data.num_workers=0"]
-SHORT += ["train.checkpoint_every=1", "heldout.num_examples=4", "heldout.num_captions=2", "heldout.every_steps=2"]
+ENCODER = [
+    "model.overrides.encoder_width=16",
+    "model.overrides.encoder_depth=1",
+    "model.overrides.encoder_num_heads=2",
+]
+DECODER = [
+    "model.overrides.decoder_width=16",
+    "model.overrides.decoder_depth=1",
+    "model.overrides.decoder_num_heads=2",
+]
+SHORT = [
+    "schedule.warmup_steps=1",
+    "train.num_steps=3",
+    "train.micro_batch_size=4",
+    "data.num_workers=0",
+]
+SHORT += [
+    "train.checkpoint_every=1",
+    "heldout.num_examples=4",
+    "heldout.num_captions=2",
+    "heldout.every_steps=2",
+]
 AT_RANDOM = ["init.parts=none", "data.image_size=32", "model.overrides.patch_size=8"]
 RECIPES = {
     "tiny": [],
     "quickstart": [],
     "dpcap_tiny": [*ENCODER, *DECODER, *AT_RANDOM, "schedule.decay_steps=4", "data.num_tokens=12"],
     "vip_nano": [*ENCODER, *DECODER, *AT_RANDOM],
-    "finetune_vit_base": [*ENCODER, *AT_RANDOM, "model.overrides.num_classes=10", "data.label_field=label"],
+    "finetune_vit_base": [
+        *ENCODER,
+        *AT_RANDOM,
+        "model.overrides.num_classes=10",
+        "data.label_field=label",
+    ],
 }
 ADAPTIVE = ["privacy.clipping_function=adaptive", "privacy.noise_multiplier=1.0"]
 SAMPLING = {0.05: (40, 2), 0.96: (25, 24)}
@@ -75,9 +98,14 @@ class Neighbour(NamedTuple):
 
 PLAIN = Neighbour("plain", 1)
 OTHERS = [
-    Neighbour("zero", 2), Neighbour("undecodable", 3), Neighbour("huge", 4), Neighbour("slow", 5), Neighbour("nan", 6),
-    Neighbour("plain", 7, is_drawn=False), Neighbour("huge", 8, is_drawn=False),
-]  # fmt: skip
+    Neighbour("zero", 2),
+    Neighbour("undecodable", 3),
+    Neighbour("huge", 4),
+    Neighbour("slow", 5),
+    Neighbour("nan", 6),
+    Neighbour("plain", 7, is_drawn=False),
+    Neighbour("huge", 8, is_drawn=False),
+]
 
 
 class Outcome(NamedTuple):
@@ -104,7 +132,11 @@ def write_data(path: Path, count: int, kind: str = "plain") -> None:
                 image = png(Image.new("RGB", (6000, 6000) if kind == "huge" else (1500, 1500)))
             elif number == X and kind == "undecodable":
                 image = image[: len(image) // 2]
-            record = {"caption": "a pair of light trousers", "label": label, "kind": kind if number == X else "plain"}
+            record = {
+                "caption": "a pair of light trousers",
+                "label": label,
+                "kind": kind if number == X else "plain",
+            }
             fields = {"json": json.dumps(record).encode(), "png": image}
             yield f"{number:04d}", {"json": b"{}"} if number == X and kind == "zero" else fields
 
@@ -133,30 +165,62 @@ def train_and_publish(
         write_data(tmp_path / "heldout.tar", 6)
     if ranks.world_size > 1:
         dist.barrier()
-    named = [f"data.shards={tmp_path}/train.tar", f"heldout.shards={tmp_path}/heldout.tar", "heldout.is_public=true"]
+    named = [
+        f"data.shards={tmp_path}/train.tar",
+        f"heldout.shards={tmp_path}/heldout.tar",
+        "heldout.is_public=true",
+    ]
     sizes = [f"data.num_examples={count}", f"privacy.expected_batch_size={batch_size}"]
-    config = load_config(ROOT / "recipes" / f"{recipe}.toml", [*named, *sizes, *SHORT, *RECIPES[recipe], *more])
+    config = load_config(
+        ROOT / "recipes" / f"{recipe}.toml", [*named, *sizes, *SHORT, *RECIPES[recipe], *more]
+    )
     with pytest.MonkeyPatch.context() as patched:
-        inject(patched, run, neighbour, real_sums=real_sums, pace=1.0 if ranks.world_size == 1 else 1e-3)
-        codes = [train(config, MACHINE, "local", run, ROOT, ranks, device, SeededNoise()) for _ in range(2)]
+        inject(
+            patched,
+            run,
+            neighbour,
+            real_sums=real_sums,
+            pace=1.0 if ranks.world_size == 1 else 1e-3,
+        )
+        codes = [
+            train(config, MACHINE, "local", run, ROOT, ranks, device, SeededNoise())
+            for _ in range(2)
+        ]
         if not ranks.is_main:
             return Outcome(codes, {})
         if recipe == "quickstart":
             report(ReportOptions(run_dir=run, publish=tmp_path / "published"))
         else:  # a card takes seconds
             snapshot = read_snapshot(run / "ledger.jsonl")
-            facts = {"format": 1, "lines": snapshot.state.num_lines, "last_line_sha256": snapshot.last_hash}
+            facts = {
+                "format": 1,
+                "lines": snapshot.state.num_lines,
+                "last_line_sha256": snapshot.last_hash,
+            }
             publish(run, tmp_path / "published", LedgerFile(**facts, mirrored_sessions=0))
     found = {}
     for path in sorted((tmp_path / "published").rglob("*")):
         status, name = path.stat(), path.relative_to(tmp_path / "published").as_posix()
-        found[name] = (b"" if path.is_dir() else path.read_bytes(), status.st_mode, status.st_mtime_ns)
+        found[name] = (
+            b"" if path.is_dir() else path.read_bytes(),
+            status.st_mode,
+            status.st_mtime_ns,
+        )
     for folder in ("run", "published"):
-        (tmp_path / folder).rename(tmp_path / f"{folder}-{recipe}-{rate}-{'-'.join(map(str, neighbour))}")
+        (tmp_path / folder).rename(
+            tmp_path / f"{folder}-{recipe}-{rate}-{'-'.join(map(str, neighbour))}"
+        )
     return Outcome(codes, found)
 
 
-def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real_sums: bool, pace: float = 1.0) -> None:
+def inject(
+    patched: pytest.MonkeyPatch,
+    run: Path,
+    neighbour: Neighbour,
+    *,
+    real_sums: bool,
+    pace: float = 1.0,
+) -> None:
     """Equal: coins, key, nonce, sums, the first program's start. Different: every clock, the host, the process, free memory.
 
     Args:
@@ -182,8 +246,12 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
     patched.setattr(time, "strftime", lambda *arguments: str(clock()))
     patched.setattr(socket, "gethostname", lambda: f"host-{neighbour.seed}")
     patched.setattr(os, "getpid", lambda: 1000 * neighbour.seed)
-    patched.setattr(clipping_mode.choose_mode, "__defaults__", (lambda device: (10 + neighbour.seed) << 30,))
-    patched.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
+    patched.setattr(
+        clipping_mode.choose_mode, "__defaults__", (lambda device: (10 + neighbour.seed) << 30,)
+    )
+    patched.setattr(
+        fcntl, "flock", lambda *arguments: None
+    )  # held until the process ends, and this one resumes
     starts = iter(["2030-01-01T00:00:00+00:00", f"2030-01-01T0{neighbour.seed}:00:00+00:00"])
     # The ledger has an HMAC of the data under the secret key, which tells nothing to anyone without the key.
     patched.setattr(ExampleTable, "manifest_digest", lambda self: bytes(32))
@@ -230,7 +298,9 @@ def inject(patched: pytest.MonkeyPatch, run: Path, neighbour: Neighbour, *, real
     adapt = one_step.adapt_bound
 
     def equal_counts(clipped: Any, plan: Any, noise: Any, stats: Any, *arguments: Any) -> Any:
-        none = [one._replace(centred_unclipped=torch.zeros_like(one.centred_unclipped)) for one in stats]
+        none = [
+            one._replace(centred_unclipped=torch.zeros_like(one.centred_unclipped)) for one in stats
+        ]
         return adapt(clipped, plan, noise, stats if real_sums else none, *arguments)
 
     patched.setattr(one_step, "adapt_bound", equal_counts)
@@ -241,12 +311,19 @@ def differing(one: Outcome, other: Outcome) -> list[str]:
     return [name for name in names if one.published.get(name) != other.published.get(name)]
 
 
-def test_no_neighbour_of_a_small_run_changes_a_public_byte(tmp_path: Path, one_rank: torch.device) -> None:
+def test_no_neighbour_of_a_small_run_changes_a_public_byte(
+    tmp_path: Path, one_rank: torch.device
+) -> None:
     """The other neighbours, rates and tasks are below, where all are trained."""
     small = ["privacy.clipping_mode=bookkeeping"]
     one = train_and_publish(tmp_path, "tiny", 0.96, Neighbour("large", 1), one_rank, *small)
     assert one.codes == [7, 0]
-    assert {"ledger.jsonl", "metrics.jsonl", "evaluation/heldout.jsonl", "checkpoints/LATEST"} <= set(one.published)
+    assert {
+        "ledger.jsonl",
+        "metrics.jsonl",
+        "evaluation/heldout.jsonl",
+        "checkpoints/LATEST",
+    } <= set(one.published)
     for neighbour in (Neighbour("plain", 2, is_drawn=False), Neighbour("undecodable", 3)):
         other = train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *small)
         assert other.codes == one.codes and differing(one, other) == [], neighbour
@@ -255,11 +332,15 @@ def test_no_neighbour_of_a_small_run_changes_a_public_byte(tmp_path: Path, one_r
 
 
 @pytest.mark.full
-def test_a_profile_changes_no_public_byte_and_is_private(tmp_path: Path, one_rank: torch.device) -> None:
+def test_a_profile_changes_no_public_byte_and_is_private(
+    tmp_path: Path, one_rank: torch.device
+) -> None:
     """The profiled run and the other see different examples, too; only the configuration says that there is a profile."""
     profile = "train.profile=[2, 3]"
     one = train_and_publish(tmp_path, "tiny", 0.96, Neighbour("large", 1), one_rank, profile)
-    other = train_and_publish(tmp_path, "tiny", 0.96, Neighbour("plain", 2, is_drawn=False), one_rank)
+    other = train_and_publish(
+        tmp_path, "tiny", 0.96, Neighbour("plain", 2, is_drawn=False), one_rank
+    )
     assert one.codes == other.codes == [7, 0] and differing(one, other) == ["config.toml"]
     (run,) = tmp_path.glob("run-tiny-*-large-*")
     (trace,) = run.rglob("*rank-0.json")
@@ -271,21 +352,35 @@ def test_a_profile_changes_no_public_byte_and_is_private(tmp_path: Path, one_ran
 
 def on_two_ranks(device: torch.device, folder: str, more: list[str]) -> list[Outcome]:
     ranks = discover_ranks(os.environ)
-    neighbours = [PLAIN, Neighbour("large", 2), Neighbour("undecodable", 3), Neighbour("plain", 4, is_drawn=False)]
+    neighbours = [
+        PLAIN,
+        Neighbour("large", 2),
+        Neighbour("undecodable", 3),
+        Neighbour("plain", 4, is_drawn=False),
+    ]
     return [
-        train_and_publish(Path(folder), "tiny", 0.96, neighbour, device, *more, ranks=ranks) for neighbour in neighbours
+        train_and_publish(Path(folder), "tiny", 0.96, neighbour, device, *more, ranks=ranks)
+        for neighbour in neighbours
     ]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("more", [[], ADAPTIVE], ids=["flat", "adaptive"])
-def test_two_ranks_publish_the_same_bytes_for_all_neighbours(tmp_path: Path, more: list[str]) -> None:
+def test_two_ranks_publish_the_same_bytes_for_all_neighbours(
+    tmp_path: Path, more: list[str]
+) -> None:
     plain, *others = run_ranks(
-        "tests.trainer.test_non_interference:on_two_ranks", 2, timeout=400, folder=str(tmp_path), more=more
+        "tests.trainer.test_non_interference:on_two_ranks",
+        2,
+        timeout=400,
+        folder=str(tmp_path),
+        more=more,
     )[0]
     assert plain.codes == [7, 0] and len(plain.published) > 10
-    assert (b"privacy/noised_unclipped_fraction" in plain.published["metrics.jsonl"][0]) == bool(more)
+    assert (b"privacy/noised_unclipped_fraction" in plain.published["metrics.jsonl"][0]) == bool(
+        more
+    )
     for other in others:
         assert other.codes == plain.codes and differing(plain, other) == []
 
@@ -294,21 +389,27 @@ def test_two_ranks_publish_the_same_bytes_for_all_neighbours(tmp_path: Path, mor
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("rate", SAMPLING)
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "tiny"])
-def test_no_neighbour_changes_a_public_byte(recipe: str, rate: float, tmp_path: Path, one_rank: torch.device) -> None:
+def test_no_neighbour_changes_a_public_byte(
+    recipe: str, rate: float, tmp_path: Path, one_rank: torch.device
+) -> None:
     plain = train_and_publish(tmp_path, recipe, rate, PLAIN, one_rank)
     assert plain.codes == [7, 0]
     for neighbour in OTHERS:
         other = train_and_publish(tmp_path, recipe, rate, neighbour, one_rank)
         assert other.codes == plain.codes and differing(plain, other) == [], neighbour
     lines = {
-        (tmp_path / name / "private/metrics.jsonl").read_text() for name in os.listdir(tmp_path) if name[:4] == "run-"
+        (tmp_path / name / "private/metrics.jsonl").read_text()
+        for name in os.listdir(tmp_path)
+        if name[:4] == "run-"
     }
     assert len(lines) == 1 + len(OTHERS), "every run was another one to whoever is inside"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("more", [[], ADAPTIVE], ids=["sums", "count"])
-def test_the_comparison_sees_one_example(more: list[str], tmp_path: Path, one_rank: torch.device) -> None:
+def test_the_comparison_sees_one_example(
+    more: list[str], tmp_path: Path, one_rank: torch.device
+) -> None:
     """Without equal sums and counts the same two runs differ in metrics and weights, in the ledger by C, and nowhere else."""
     one, other = (
         train_and_publish(tmp_path, "tiny", 0.96, neighbour, one_rank, *more, real_sums=True)

@@ -37,8 +37,13 @@ def test_damaged_checkpoints_are_passed_over_with_a_word_and_never_repaired(
     before = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert open_model(run).path == good
     said = capsys.readouterr().err
-    assert said.startswith(f"warning: {weights} is missing or damaged") and f"; {good.name} is opened" in said
-    with pytest.raises(ConfigError, match="is missing or damaged"):  # nobody trains from an older one unasked
+    assert (
+        said.startswith(f"warning: {weights} is missing or damaged")
+        and f"; {good.name} is opened" in said
+    )
+    with pytest.raises(
+        ConfigError, match="is missing or damaged"
+    ):  # nobody trains from an older one unasked
         find_checkpoint(InitSection(checkpoint=str(run)), ROOT)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == before
     (run / "config.toml").unlink()
@@ -72,7 +77,9 @@ def test_the_model_is_the_one_of_the_manifest(captioner: Path) -> None:
     assert loss_B.shape == (2,) and bool(loss_B.isfinite().all())
 
 
-def test_weights_that_are_no_numbers_are_refused(captioner: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_no_numbers_are_refused(
+    captioner: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load = Checkpoint.load_weights
 
     def diverged(self: Checkpoint, model: torch.nn.Module, *, average: bool = False) -> None:

@@ -20,8 +20,13 @@ from trainer.optimizers import (
 )
 
 SHAPES = {
-    "patch": (6, 3, 2, 2), "bias": (6,), "token": (1, 1, 6), "positions": (1, 4, 6), "head": (5, 6), "zero": (3, 4),
-}  # fmt: skip
+    "patch": (6, 3, 2, 2),
+    "bias": (6,),
+    "token": (1, 1, 6),
+    "positions": (1, 4, 6),
+    "head": (5, 6),
+    "zero": (3, 4),
+}
 LR, DECAY, BETAS, EPS, MOMENTUM, STEPS = 0.05, 0.1, (0.8, 0.9), 1e-4, 0.7, 4
 SECTIONS: dict[str, dict[str, object]] = {
     "adamw": {"name": "adamw", "betas": BETAS, "eps": EPS},
@@ -30,13 +35,17 @@ SECTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def reference(kind: str, weights: dict[str, Tensor], gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def reference(
+    kind: str, weights: dict[str, Tensor], gradients: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
     """The weights after these gradients, in float64 and from the definition of the moments, not by a recursion."""
     x = {n: w.double() for n, w in weights.items()}
     past: dict[str, list[Tensor]] = {n: [] for n in x}
     for t, gradient in enumerate(gradients, 1):
         for n in x:
-            decay = DECAY if sum(size > 1 for size in x[n].shape) > 1 else 0.0  # not biases, norms, tokens of one row
+            decay = (
+                DECAY if sum(size > 1 for size in x[n].shape) > 1 else 0.0
+            )  # not biases, norms, tokens of one row
             past[n].append(
                 gradient[n].double() + (0 if kind == "adamw" else decay * x[n])
             )  # SGD's is added to the gradient
@@ -45,7 +54,10 @@ def reference(kind: str, weights: dict[str, Tensor], gradients: list[dict[str, T
                 torch.arange(t - 1.0, -1, -1, dtype=torch.float64).view(-1, *[1] * x[n].dim()),
             )
             if kind == "adamw":
-                m, v = (((1 - b) * b**age * g**power).sum(0) / (1 - b**t) for power, b in enumerate(BETAS, 1))
+                m, v = (
+                    ((1 - b) * b**age * g**power).sum(0) / (1 - b**t)
+                    for power, b in enumerate(BETAS, 1)
+                )
                 x[n] = x[n] * (1 - LR * decay) - LR * m / (v**0.5 + EPS)
             else:
                 x[n] = x[n] - LR * ((MOMENTUM if kind == "sgd" else 0.0) ** age * g).sum(0)
@@ -62,7 +74,10 @@ def section(kind: str) -> OptimizerSection:
 
 def drawn(seed: int, scale: float) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {n: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in SHAPES.items()}
+    return {
+        n: scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for n, shape in SHAPES.items()
+    }
 
 
 def weights() -> dict[str, Tensor]:
@@ -85,7 +100,9 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("kind", SECTIONS)
 def test_whole_parameters(kind: str) -> None:
     parameters = {n: nn.Parameter(w) for n, w in weights().items()}
-    optimizer = make_optimizer(parameter_groups(parameters.items(), shapes(), section(kind)), section(kind))
+    optimizer = make_optimizer(
+        parameter_groups(parameters.items(), shapes(), section(kind)), section(kind)
+    )
     for gradient in gradients():
         for n, p in parameters.items():
             p.grad = gradient[n].clone()
@@ -93,8 +110,12 @@ def test_whole_parameters(kind: str) -> None:
         for n, p in parameters.items():
             assert torch.equal(p.grad, gradient[n]), "gradients are not the optimizer's to change"  # type: ignore[arg-type]
     for n, expected in reference(kind, weights(), gradients()).items():
-        torch.testing.assert_close(parameters[n].detach(), expected, rtol=1e-12, atol=1e-12, msg=f"{kind} {n}")
-    kept = {k for s in optimizer.state.values() for k, v in s.items() if torch.is_tensor(v) and v.dim()}
+        torch.testing.assert_close(
+            parameters[n].detach(), expected, rtol=1e-12, atol=1e-12, msg=f"{kind} {n}"
+        )
+    kept = {
+        k for s in optimizer.state.values() for k, v in s.items() if torch.is_tensor(v) and v.dim()
+    }
     assert kept == set(moments(section(kind)))
 
 
@@ -106,7 +127,9 @@ def test_fresh_state_continues_where_the_moments_were(kind: str) -> None:
         parameter = nn.Parameter(weights()["head"])
 
         def new() -> torch.optim.Optimizer:
-            return make_optimizer(parameter_groups([("head", parameter)], shapes(), section(kind)), section(kind))
+            return make_optimizer(
+                parameter_groups([("head", parameter)], shapes(), section(kind)), section(kind)
+            )
 
         optimizer = new()
         for number, gradient in enumerate(gradients(), 1):
@@ -125,7 +148,10 @@ def test_each_parameter_is_in_one_group_and_full_shapes_decide() -> None:
     """Under ZeRO-3 a parameter's own shape is (0,)."""
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
     full = {name: p.shape for name, p in model.named_parameters()}
-    for named in (dict(model.named_parameters()), {name: nn.Parameter(torch.empty(0)) for name in full}):
+    for named in (
+        dict(model.named_parameters()),
+        {name: nn.Parameter(torch.empty(0)) for name in full},
+    ):
         found = parameter_groups(named.items(), full, config(weight_decay=0.1))
         groups = {group["weight_decay"]: {id(p) for p in group["params"]} for group in found}
         matrices = {id(named["0.weight"]), id(named["2.weight"])}
@@ -174,7 +200,10 @@ def test_rates_are_the_published_ones(trainable: str) -> None:
 def test_a_step_takes_its_layers_part_of_the_rate() -> None:
     model = tiny_classifier()
     decayed = OptimizerSection(name="sgd", peak_lr=1.0, momentum=0.0, layer_decay=0.5)
-    named, before = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
+    named, before = (
+        dict(model.named_parameters()),
+        {n: p.detach().clone() for n, p in model.named_parameters()},
+    )
     groups = parameter_groups(named.items(), {n: p.shape for n, p in named.items()}, decayed)
     optimizer = make_optimizer(groups, decayed)
     for step, lr in enumerate((0.1, 0.3)):
@@ -184,9 +213,9 @@ def test_a_step_takes_its_layers_part_of_the_rate() -> None:
         optimizer.step()
         moved = 0.1 if step == 0 else 0.4
         for name, parameter in named.items():
-            assert torch.allclose(before[name] - parameter, torch.tensor(moved * published(name, 2, 0.5)), atol=1e-6), (
-                name
-            )
+            assert torch.allclose(
+                before[name] - parameter, torch.tensor(moved * published(name, 2, 0.5)), atol=1e-6
+            ), name
 
 
 # The rate of each step
@@ -205,11 +234,13 @@ def test_every_step_moves_and_the_peak_ends_the_warm_up(warmup: int) -> None:
     assert all(rate > 0 for rate in found)
     assert max(found) == found[max(warmup, 1) - 1] <= PEAK
     if warmup:
-        assert found[:warmup] == pytest.approx([PEAK * step / warmup for step in range(1, warmup + 1)])
+        assert found[:warmup] == pytest.approx(
+            [PEAK * step / warmup for step in range(1, warmup + 1)]
+        )
         assert found[warmup - 1] == PEAK
-    assert all(a > b for a, b in zip(found[max(warmup, 1) - 1 :], found[max(warmup, 1) :], strict=False)), (
-        "then it falls"
-    )
+    assert all(
+        a > b for a, b in zip(found[max(warmup, 1) - 1 :], found[max(warmup, 1) :], strict=False)
+    ), "then it falls"
 
 
 def test_cosines_in_numbers() -> None:
@@ -238,4 +269,6 @@ def test_vips_released_schedule(warmup: int) -> None:
         sgd.step()
         scheduler.step()
     assert rates(100, warmup_steps=warmup, decay="cosine_from_start") == pytest.approx(expected)
-    assert all(rate > 0 for rate in expected) and (warmup != 10 or max(expected) < PEAK), "the cosine has begun to fall"
+    assert all(rate > 0 for rate in expected) and (warmup != 10 or max(expected) < PEAK), (
+        "the cosine has begun to fall"
+    )

@@ -70,21 +70,31 @@ def test_parameters_of_every_recipe_are_those_of_its_table(path: Path) -> None:
     config = load_config(path)
     task, notes = planning_task(config, ROOT)
     model = task.skeleton()
-    assert bool(notes) == (not (ROOT / config.data.tokenizer).exists() and config.model.kind == "captioner")
+    assert bool(notes) == (
+        not (ROOT / config.data.tokenizer).exists() and config.model.kind == "captioner"
+    )
     rows = [line.split("|") for line in RECIPES_TABLE if line.startswith("| `")]
-    stated = [row[2].strip() for row in rows if f"`{path.stem}`" in row[1] and row[2].strip().endswith("M")]
+    stated = [
+        row[2].strip()
+        for row in rows
+        if f"`{path.stem}`" in row[1] and row[2].strip().endswith("M")
+    ]
     assert stated or path.stem.startswith("synthetic_")
     for text in stated[:1]:
         whole = [float(number.rstrip("M")) for number in text.split(" of ")]
         assert whole[0] == pytest.approx(trained_count(model) / 1e6, abs=0.05)
-        assert whole[-1] == pytest.approx(sum(p.numel() for p in model.parameters()) / 1e6, abs=0.05)
+        assert whole[-1] == pytest.approx(
+            sum(p.numel() for p in model.parameters()) / 1e6, abs=0.05
+        )
 
 
 def test_the_skeleton_is_the_model() -> None:
     config = clip_art()
     task = make_task(config, ROOT)
     real, planned = task.build(torch.Generator().manual_seed(0)), task.skeleton()
-    assert {n: p.shape for n, p in real.named_parameters()} == {n: p.shape for n, p in planned.named_parameters()}
+    assert {n: p.shape for n, p in real.named_parameters()} == {
+        n: p.shape for n, p in planned.named_parameters()
+    }
     assert all(p.is_meta for p in planned.parameters())
 
 
@@ -111,7 +121,11 @@ def test_forward_flop_of_vit_s_and_b(width: int, heads: int, published: float) -
         (lambda n: 100 + 10 * n, 10**6, 1024),
         (lambda n: 100 + 10 * n, 99, 0),
         (lambda n: 100 + 10 * n, 160, 6),
-        (lambda n: 100 + (10 * n if n < 40 else 200 + 5 * n), 1000, 136),  # the head works by chunks
+        (
+            lambda n: 100 + (10 * n if n < 40 else 200 + 5 * n),
+            1000,
+            136,
+        ),  # the head works by chunks
     ],
 )
 def test_largest_micro_batch(peak: Callable[[int], int], available: int, expected: int) -> None:
@@ -123,7 +137,10 @@ def test_largest_micro_batch(peak: Callable[[int], int], available: int, expecte
 
 def test_what_cannot_run_cannot_be_planned(tmp_path: Path) -> None:
     config = clip_art()
-    for engine, settings in (("local", machine("zero3_offload")), ("fsdp", machine("zero3", shard_group_size=3))):
+    for engine, settings in (
+        ("local", machine("zero3_offload")),
+        ("fsdp", machine("zero3", shard_group_size=3)),
+    ):
         with pytest.raises(ConfigError) as refused:
             require_supported(engine, settings, 4)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=re.escape(str(refused.value))):
@@ -132,7 +149,9 @@ def test_what_cannot_run_cannot_be_planned(tmp_path: Path) -> None:
         find_gpu("tpu")
     assert GPUS["a100-40gb"].memory_per_rank(8) == 40 * 10**9
     (tmp_path / "meminfo").write_text("MemTotal:       1000 kB\nMemAvailable:    400 kB\n")
-    assert GPUS["cpu"].memory_per_rank(4, tmp_path) == 256000  # a machine's memory is shared by its ranks
+    assert (
+        GPUS["cpu"].memory_per_rank(4, tmp_path) == 256000
+    )  # a machine's memory is shared by its ranks
     with pytest.raises(ConfigError, match="does not say"):
         GPUS["cpu"].memory_per_rank(4, tmp_path / "missing")
 
@@ -145,7 +164,9 @@ def test_equal_total_noise_is_equal_epsilon_down_to_sigma_2() -> None:
     for sigma, published in ((2.0, 8.215), (1.0, 10.67), (0.7, 16.36), (0.5, 35.6)):
         moved = [ReleaseGroup(32_768 * sigma / 2.5 / 1_281_167, sigma, 18_000)]
         assert tan(moved) == pytest.approx(1.0303, abs=1e-3)
-        assert epsilon_rdp(moved, 8e-7) == pytest.approx(published, rel=0.03 if sigma == 0.5 else 5e-3), sigma
+        assert epsilon_rdp(moved, 8e-7) == pytest.approx(
+            published, rel=0.03 if sigma == 0.5 else 5e-3
+        ), sigma
 
 
 # Reading
@@ -160,13 +181,18 @@ def test_bytes_of_an_example_come_from_the_index(tmp_path: Path) -> None:
     whole = (ROOT / "data/demo/train-00000.tar").stat().st_size
     assert 1000 * found.mean_bytes <= whole < 3000 * found.mean_bytes
     assumed = examples(clip_art(), ROOT)
-    assert (assumed.count, assumed.mean_bytes) == (None, BYTES_PER_EXAMPLE) and "assumed" in assumed.source
+    assert (assumed.count, assumed.mean_bytes) == (
+        None,
+        BYTES_PER_EXAMPLE,
+    ) and "assumed" in assumed.source
 
 
 # All of it
 
 
-def planned_resources(config: RunConfig, settings: MachineSettings, cluster: Cluster) -> dict[str, Any]:
+def planned_resources(
+    config: RunConfig, settings: MachineSettings, cluster: Cluster
+) -> dict[str, Any]:
     return plan_resources(config, settings, cluster, examples(config, ROOT), planned(config), ROOT)
 
 
@@ -174,17 +200,31 @@ def test_padding_by_hand() -> None:
     """100,736 examples at most on 128 ranks: 787 each. Four micro-batches of 256 hold 1,024, four of 200 hold 800."""
     count = planned(recipe("vip_base")).max_batch_size
     assert count == 100_736
-    assert padding(count, 128, 256) == pytest.approx(1 - 100_736 / (1024 * 128)) == pytest.approx(0.2314, abs=1e-4)
+    assert (
+        padding(count, 128, 256)
+        == pytest.approx(1 - 100_736 / (1024 * 128))
+        == pytest.approx(0.2314, abs=1e-4)
+    )
     assert padding_note(count, 128, 256) == (
         "padding: 23.1% of the rows, 787 examples a rank in micro-batches of 256; "
         "train.micro_batch_size=200 leaves 1.6%"
     )
-    assert padding_note(count, 128, 264) is None and "no train.micro_batch_size" in str(padding_note(7, 1, 12))
-    found = planned_resources(clip_art("train.micro_batch_size=60"), machine("zero1"), Cluster("local", 2))
+    assert padding_note(count, 128, 264) is None and "no train.micro_batch_size" in str(
+        padding_note(7, 1, 12)
+    )
+    found = planned_resources(
+        clip_art("train.micro_batch_size=60"), machine("zero1"), Cluster("local", 2)
+    )
     (note,) = [note for note in found["notes"] if note.startswith("padding: ")]
-    assert found["batch"]["padding_share"] > 0.15 and "; train.micro_batch_size=" in note and "\n" not in note
+    assert (
+        found["batch"]["padding_share"] > 0.15
+        and "; train.micro_batch_size=" in note
+        and "\n" not in note
+    )
     json.dumps(found, allow_nan=False)
-    assert "time" not in found and "fits" not in found["memory"] and found["gpu"] is None, "without an accelerator"
+    assert "time" not in found and "fits" not in found["memory"] and found["gpu"] is None, (
+        "without an accelerator"
+    )
     assert found["memory"]["weights"] >= found["memory"]["masters"] == 4 * found["parameters"]
 
 
@@ -198,6 +238,9 @@ def test_staging_copies_the_shards_of_a_node_and_has_rows_for_its_largest_share(
     cap, size = 1_309_122, config.train.micro_batch_size
     without = math.ceil(math.ceil(cap / 128) / size)
     number = micro_batches(config, cap, 128, 8)
-    assert number * size * 128 == pytest.approx(1.3e6 * 1.042, rel=size * 128 / 1.3e6) and number > without
+    assert (
+        number * size * 128 == pytest.approx(1.3e6 * 1.042, rel=size * 128 / 1.3e6)
+        and number > without
+    )
     assert micro_batches(config, cap, 8, 8) == math.ceil(cap / 8 / size)
     assert micro_batches(recipe("dpcap_base"), cap, 128, 8) == without

@@ -25,7 +25,9 @@ def test_what_is_quick_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_is_slow_says_what_it_does_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_slow_says_what_it_does_and_for_how_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with working("counting"):
         time.sleep(0.1)
     assert capsys.readouterr() == ("", "counting ...\n")
@@ -42,11 +44,27 @@ class Terminal(io.StringIO):
         return True
 
 
-FACTS = {"eps": "4.792", "loss": "0.361", "lr": "5.9e-03", "ex/s": "166", "data": "32%", "gradients": "91%"}
-FACTS |= {"intent": "1%", "reduction": "2%", "noise": "3%", "update": "3%", "TFLOP/s": "0.0009", "mem": "0.4G"}
+FACTS = {
+    "eps": "4.792",
+    "loss": "0.361",
+    "lr": "5.9e-03",
+    "ex/s": "166",
+    "data": "32%",
+    "gradients": "91%",
+}
+FACTS |= {
+    "intent": "1%",
+    "reduction": "2%",
+    "noise": "3%",
+    "update": "3%",
+    "TFLOP/s": "0.0009",
+    "mem": "0.4G",
+}
 
 
-@pytest.mark.parametrize(("width", "seen"), [(40, ()), (80, ("eta", "loss", "lr")), (240, ("eta", *FACTS))])
+@pytest.mark.parametrize(
+    ("width", "seen"), [(40, ()), (80, ("eta", "loss", "lr")), (240, ("eta", *FACTS))]
+)
 def test_a_narrow_terminal_shows_what_matters(
     width: int, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

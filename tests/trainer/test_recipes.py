@@ -70,7 +70,11 @@ def test_sigma_of_every_recipe_by_rdp_and_by_an_epsilon_without_the_cap(path: Pa
     plan = plan_of(config, config.data.num_examples)
     target = {"dpcap_base_eps1": 1.0, "dpcap_base_eps2": 2.0}.get(path.stem, 8.0)
     assert plan.formal_guarantee and plan.warnings == ()
-    assert target < epsilon_rdp([plan.release_group(plan.max_intents).without_cap()], plan.target_delta) < 1.25 * target
+    assert (
+        target
+        < epsilon_rdp([plan.release_group(plan.max_intents).without_cap()], plan.target_delta)
+        < 1.25 * target
+    )
 
 
 @pytest.mark.full
@@ -78,22 +82,40 @@ def test_sigma_of_every_recipe_by_rdp_and_by_an_epsilon_without_the_cap(path: Pa
 def test_every_calibrated_recipe(path: Path) -> None:
     """`plan.py --recipe` says what the comment says, rounded up, and it is the target."""
     said = json.loads(
-        run_python(["launch_scripts/plan.py", "--recipe", path, "--no_extras", "--json"], timeout=600).stdout
+        run_python(
+            ["launch_scripts/plan.py", "--recipe", path, "--no_extras", "--json"], timeout=600
+        ).stdout
     )
     target = {"dpcap_base_eps1": 1.0, "dpcap_base_eps2": 2.0}.get(path.stem, 8.0)
     # Over 72,720 attempts one step of sigma's last digit moves the discretised epsilon by 5e-3.
-    assert target - (6e-3 if path.stem == "vip_base_batch8192" else 1e-3) <= said["epsilon_with_reserve"] <= target
+    assert (
+        target - (6e-3 if path.stem == "vip_base_batch8192" else 1e-3)
+        <= said["epsilon_with_reserve"]
+        <= target
+    )
     planned, reserve = rounded_up(said["epsilon_pld"]), rounded_up(said["epsilon_with_reserve"])
-    assert f"epsilon is {reserve}, without a crash {planned}" in path.read_text().replace("\n# ", " ")
+    assert f"epsilon is {reserve}, without a crash {planned}" in path.read_text().replace(
+        "\n# ", " "
+    )
 
 
 TINY = [
-    "model.overrides.encoder_width=16", "model.overrides.encoder_depth=1", "model.overrides.encoder_num_heads=2",
-    "model.overrides.decoder_width=16", "model.overrides.decoder_depth=1", "model.overrides.decoder_num_heads=2",
-    "data.shards=data/demo/train-00000.tar", "data.image_size=32", "data.num_tokens=12",
-    "data.tokenizer=data/tokenizer/tokenizer.json", "data.num_workers=0", "privacy.expected_batch_size=16",
-    "schedule.warmup_steps=1", "train.num_steps=2", "train.micro_batch_size=8",
-]  # fmt: skip
+    "model.overrides.encoder_width=16",
+    "model.overrides.encoder_depth=1",
+    "model.overrides.encoder_num_heads=2",
+    "model.overrides.decoder_width=16",
+    "model.overrides.decoder_depth=1",
+    "model.overrides.decoder_num_heads=2",
+    "data.shards=data/demo/train-00000.tar",
+    "data.image_size=32",
+    "data.num_tokens=12",
+    "data.tokenizer=data/tokenizer/tokenizer.json",
+    "data.num_workers=0",
+    "privacy.expected_batch_size=16",
+    "schedule.warmup_steps=1",
+    "train.num_steps=2",
+    "train.micro_batch_size=8",
+]
 RANDOM_START = "init.parts=none"
 REDUCED = ("vip_base", "synthetic_vip_base")
 ELSEWHERE = ("quickstart", "finetune_")
@@ -111,7 +133,11 @@ ELSEWHERE = ("quickstart", "finetune_")
 )
 def test_two_small_steps_of_every_recipe(path: Path, tmp_path: Path) -> None:
     """The recipe's own optimizer, schedule and kind of model on the demo, shrunk."""
-    shrunk = TINY if load_config(path).model.kind == "captioner" else [x for x in TINY if "num_tokens" not in x]
+    shrunk = (
+        TINY
+        if load_config(path).model.kind == "captioner"
+        else [x for x in TINY if "num_tokens" not in x]
+    )
     changes = [*shrunk, "data.num_examples=1000", "train.checkpoint_every=1"]
     # More noise takes less time to account for.
     changes += [RANDOM_START, "privacy.noise_multiplier=2"] if path in CALIBRATED else []
@@ -178,7 +204,11 @@ DEALT = re.compile(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_the_dry_run_of_every_recipe_deals_a_step(
-    path: Path, tmp_path: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    tmp_path: Path,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Its own numbers of examples, rows and steps, its own plan; networks are narrow, and there are no shards."""
     own = load_config(path)
@@ -188,7 +218,11 @@ def test_the_dry_run_of_every_recipe_deals_a_step(
     if own.heldout is not None:
         shrunk.append("heldout.shards=data/demo/heldout-*.tar")
     if own.model.kind != "captioner":
-        shrunk = [change for change in shrunk if "decoder" not in change or own.model.kind == "masked_autoencoder"]
+        shrunk = [
+            change
+            for change in shrunk
+            if "decoder" not in change or own.model.kind == "masked_autoencoder"
+        ]
         shrunk = [change for change in shrunk if "num_tokens" not in change]
     if path.stem.startswith("finetune_"):
         shrunk = [change for change in shrunk if "encoder_depth" not in change]
@@ -198,11 +232,15 @@ def test_the_dry_run_of_every_recipe_deals_a_step(
         shrunk.append(RANDOM_START)
     config = load_config(path, shrunk)
     count = own.data.num_examples or 1_000_000
-    monkeypatch.setattr("trainer.run.dry_run.training_table", lambda *given: table_without_shards(count))
+    monkeypatch.setattr(
+        "trainer.run.dry_run.training_table", lambda *given: table_without_shards(count)
+    )
     monkeypatch.setattr(training.TrainerStart, "look_at_examples", lambda self: None)
     machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
     before = sorted(tmp_path.rglob("*"))
-    assert dry_run(config, machine, "local", tmp_path / "run", ROOT, Ranks(), torch.device("cpu")) == 0
+    assert (
+        dry_run(config, machine, "local", tmp_path / "run", ROOT, Ranks(), torch.device("cpu")) == 0
+    )
     assert sorted(tmp_path.rglob("*")) == before
     said = " ".join(capsys.readouterr().out.split())
     if config.data.streaming:
@@ -210,7 +248,9 @@ def test_the_dry_run_of_every_recipe_deals_a_step(
         return
     match = DEALT.search(said)
     assert match, said
-    examples, rows, micro_batches, size = (int(number.replace(",", "")) for number in match.groups())
+    examples, rows, micro_batches, size = (
+        int(number.replace(",", "")) for number in match.groups()
+    )
     batch = own.privacy.expected_batch_size
     assert abs(examples - batch) < 8 * batch**0.5 and rows == micro_batches * size >= examples
     assert "sums take" in said and "the step reads" in said
@@ -226,7 +266,9 @@ def test_every_recipe_starts_up_to_its_missing_shards(path: Path, tmp_path: Path
     config = load_config(path, [f"data.shards={tmp_path}/none.tar"])
     machine = load_machine_settings(ROOT / "ds_configs/zero3.json")
     with pytest.raises(DataError) as refused:
-        training.train(config, machine, "local", tmp_path / "run", ROOT, Ranks(), torch.device("cpu"))
+        training.train(
+            config, machine, "local", tmp_path / "run", ROOT, Ranks(), torch.device("cpu")
+        )
     assert str(refused.value) == MISSING.format(tmp_path / "none.tar")
 
 
@@ -241,11 +283,15 @@ def initialised(path: Path) -> str:
 def test_stage_two_starts_from_the_model_of_a_stage_one(path: Path) -> None:
     """All weights fit: both recipes make one model. And stage one costs no privacy."""
     stage_one = ROOT / "recipes" / f"{Path(initialised(path)).name}.toml"
-    assert stage_one in STAGE_ONE and f"first recipes/{stage_one.name}" in path.read_text().replace("\n# ", " ")
+    assert stage_one in STAGE_ONE and f"first recipes/{stage_one.name}" in path.read_text().replace(
+        "\n# ", " "
+    )
     one, two = load_config(stage_one), load_config(path)
     assert initialised(path) == f"runs/{one.name}" and one.model == two.model
     shared = ("image_size", "num_tokens", "tokenizer")
-    assert [getattr(one.data, name) for name in shared] == [getattr(two.data, name) for name in shared]
+    assert [getattr(one.data, name) for name in shared] == [
+        getattr(two.data, name) for name in shared
+    ]
     assert not one.privacy.enabled and one.data.provenance == "synthetic" and two.privacy.enabled
     assert load_config(path, [RANDOM_START]).init is None
 
@@ -261,13 +307,17 @@ MOST_RANKS = {
 }
 
 
-@pytest.mark.parametrize("path", [p for p in RECIPES if p in CALIBRATED or p.stem in MOST_RANKS], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", [p for p in RECIPES if p in CALIBRATED or p.stem in MOST_RANKS], ids=lambda p: p.stem
+)
 def test_little_of_a_logical_batch_is_padding(path: Path) -> None:
     config = load_config(path)
     expected, size = config.privacy.expected_batch_size, config.train.micro_batch_size
     count = usual_cap(expected) if config.privacy.enabled else expected
     most = MOST_RANKS.get(path.stem, 128)
-    assert f"Little padding on 8 to {most} ranks" in path.read_text() or path.stem.startswith("dpcap_")
+    assert f"Little padding on 8 to {most} ranks" in path.read_text() or path.stem.startswith(
+        "dpcap_"
+    )
     for ranks in (ranks for ranks in RANKS if ranks <= most):
         assert padding(count, ranks, size) <= 0.05 and padding_note(count, ranks, size) is None
 

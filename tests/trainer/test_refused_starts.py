@@ -90,10 +90,17 @@ def newest(folder: Path) -> Path:
 
 def cut_behind_a_checkpoint(folder: Path) -> None:
     """Ledger and record of attempts brought back together, a torn line at the end."""
-    kept = next(number for number, line in enumerate(lines(folder)) if b'"type":"checkpoint"' in line) + 2
+    kept = (
+        next(number for number, line in enumerate(lines(folder)) if b'"type":"checkpoint"' in line)
+        + 2
+    )
     write(folder, [*lines(folder)[:kept], b'{"seq":99,"type":"int'])
     record = folder / "private/members.jsonl"
-    marks = [line for line in record.read_bytes().splitlines(keepends=True) if json.loads(line)["seq"] < kept - 1]
+    marks = [
+        line
+        for line in record.read_bytes().splitlines(keepends=True)
+        if json.loads(line)["seq"] < kept - 1
+    ]
     record.write_bytes(b"".join(marks))
 
 
@@ -120,7 +127,11 @@ def other_weights(folder: Path) -> None:
 def behind_the_last_line(folder: Path) -> None:
     """As if no record of it had been written yet, although there is one."""
     known = lines(folder)
-    resealed(folder, charged_attempts=9, ledger={"seq": len(known) - 1, "hash": hash_line(known[-1].rstrip(b"\n"))})
+    resealed(
+        folder,
+        charged_attempts=9,
+        ledger={"seq": len(known) - 1, "hash": hash_line(known[-1].rstrip(b"\n"))},
+    )
 
 
 def no_checkpoints(folder: Path) -> None:
@@ -159,28 +170,53 @@ REFUSED: dict[str, tuple[list[Callable[[Path], object]], list[str]]] = {
     "other steps": ([torn], ["train.num_steps=9"]),
     "other data": ([torn], ["data.shards=data/demo/train-00001.tar"]),
     "private/ is gone": ([torn, lambda folder: shutil.rmtree(folder / "private")], []),
-    "no record of attempts": ([torn, lambda folder: (folder / "private/members.jsonl").unlink()], []),
+    "no record of attempts": (
+        [torn, lambda folder: (folder / "private/members.jsonl").unlink()],
+        [],
+    ),
     "no sampling key": ([torn, lambda folder: (folder / "private/sampling.key").unlink()], []),
-    "a key that others may read": ([torn, lambda folder: (folder / "private/sampling.key").chmod(0o644)], []),
+    "a key that others may read": (
+        [torn, lambda folder: (folder / "private/sampling.key").chmod(0o644)],
+        [],
+    ),
     "no ledger": ([lambda folder: (folder / LINES).unlink()], []),
-    "a line edited": ([lambda folder: write(folder, [lines(folder)[0].replace(b"0", b"1"), *lines(folder)[1:]])], []),
+    "a line edited": (
+        [lambda folder: write(folder, [lines(folder)[0].replace(b"0", b"1"), *lines(folder)[1:]])],
+        [],
+    ),
     "a mirror that differs": (
-        [torn, lambda folder: shutil.copy(folder / "config.toml", folder.with_name("mirror.jsonl"))],
+        [
+            torn,
+            lambda folder: shutil.copy(folder / "config.toml", folder.with_name("mirror.jsonl")),
+        ],
         [MIRROR],
     ),
     "an owner's limit": ([torn], ["privacy.max_examples_per_owner=3"]),
     "data declared public since": ([torn], ["data.provenance=public"]),
-}  # fmt: skip
+}
 
-ALSO_DRY = ("a mirror that differs", "another model", "another noise", "no ledger", "all checkpoints gone")
+ALSO_DRY = (
+    "a mirror that differs",
+    "another model",
+    "another noise",
+    "no ledger",
+    "all checkpoints gone",
+)
 """Refused in the same words by a dry run, which changes nothing either."""
 
 
-TWINS = ("cut, and a new mirror", "no folder of checkpoints", "a renamed checkpoint", "a checkpoint called public")
+TWINS = (
+    "cut, and a new mirror",
+    "no folder of checkpoints",
+    "a renamed checkpoint",
+    "a checkpoint called public",
+)
 """Refused as the row before them is, or as below."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in TWINS)) for n in REFUSED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in TWINS)) for n in REFUSED]
+)
 def test_a_refused_start_changes_nothing(name: str, stopped: Path, tmp_path: Path) -> None:
     damages, changes = REFUSED[name]
     words = set()
@@ -229,10 +265,28 @@ def written(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patched.setattr(RunFolder, "lock", lambda self: None)
         assert run(folder, *OPTIONS, steps=4) == 0
     after = {name: (folder / name).lstat() for name in names_in(folder)}
-    changed = {name for name, now in after.items() if name not in before or now.st_mtime_ns != before[name].st_mtime_ns}
-    numbered = ("tensorboard/events", "checkpoints/step-", "checkpoints/.step-")  # the next free number is taken
-    found = {name: (folder / name).is_dir() for name in changed if not any(part in name for part in numbered)}
-    assert {LINES, "metrics.jsonl", "private/members.jsonl", "checkpoints", "checkpoints/LATEST"} <= found.keys()
+    changed = {
+        name
+        for name, now in after.items()
+        if name not in before or now.st_mtime_ns != before[name].st_mtime_ns
+    }
+    numbered = (
+        "tensorboard/events",
+        "checkpoints/step-",
+        "checkpoints/.step-",
+    )  # the next free number is taken
+    found = {
+        name: (folder / name).is_dir()
+        for name in changed
+        if not any(part in name for part in numbered)
+    }
+    assert {
+        LINES,
+        "metrics.jsonl",
+        "private/members.jsonl",
+        "checkpoints",
+        "checkpoints/LATEST",
+    } <= found.keys()
     return found | {"STOP": False}
 
 
@@ -249,12 +303,16 @@ def test_what_a_run_writes_is_looked_at_before_the_first_write(
             before = image(folder)
             with pytest.raises((ConfigError, PrivacyStateRefused), match="move it away") as refusal:
                 run(folder, *OPTIONS, steps=4)
-            assert image(folder) == before and str(folder) in str(refusal.value), f"{name} as {kind}: {refusal.value}"
+            assert image(folder) == before and str(folder) in str(refusal.value), (
+                f"{name} as {kind}: {refusal.value}"
+            )
             shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "resumed"])
-def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(is_new: bool, stopped: Path, tmp_path: Path) -> None:
+def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(
+    is_new: bool, stopped: Path, tmp_path: Path
+) -> None:
     folder, links = tmp_path / "run", tmp_path / "links"
     if not is_new:
         shutil.copytree(stopped, folder)
@@ -267,7 +325,11 @@ def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(is_new: bool,
     places: list[Path] = []
     for target in (*inside, owner, tmp_path / "second.jsonl"):
         number = len(places)
-        places += [target, target.parent / ".." / target.parent.name / target.name, links / f"{number}"]
+        places += [
+            target,
+            target.parent / ".." / target.parent.name / target.name,
+            links / f"{number}",
+        ]
         places[-1].symlink_to(target)
         if target.exists():
             places.append(links / f"{number} hard")
@@ -285,14 +347,19 @@ def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(is_new: bool,
         with pytest.raises((PrivacyConfigError, PrivacyStateRefused)) as refusal:
             run(folder, *OPTIONS, *options, steps=4)
         said = in_one_line(refusal.value)
-        assert said is not None and said.exit_code == (2 if options[0].startswith(mirror) else said.exit_code), options
+        assert said is not None and said.exit_code == (
+            2 if options[0].startswith(mirror) else said.exit_code
+        ), options
         assert image(tmp_path) == before, f"{options}: {refusal.value}"
 
 
 def published(folder: Path, target: Path) -> None:
     snapshot = read_snapshot(folder / LINES)
     ledger = LedgerFile(
-        format=1, lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash, mirrored_sessions=0
+        format=1,
+        lines=snapshot.state.num_lines,
+        last_line_sha256=snapshot.last_hash,
+        mirrored_sessions=0,
     )
     publish(folder, target, ledger)
 
@@ -328,16 +395,26 @@ def test_nothing_uses_a_checkpoint_that_the_ledger_did_not_record(
 
 
 @pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(steps: int, stopped: Path, tmp_path: Path) -> None:
+def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
+    steps: int, stopped: Path, tmp_path: Path
+) -> None:
     """Of step 2, which is the last or one in the middle: the next session records the checkpoint that it goes on from."""
     folder = tmp_path / "run"
     if steps == 2:
         assert run(tmp_path / "ended", *OPTIONS, steps=steps) == 0
-    shutil.copytree(stopped if steps == 4 else tmp_path / "ended", folder)  # a file that no program has locked
-    last = max(number for number, line in enumerate(lines(folder)) if b'"type":"checkpoint"' in line)
+    shutil.copytree(
+        stopped if steps == 4 else tmp_path / "ended", folder
+    )  # a file that no program has locked
+    last = max(
+        number for number, line in enumerate(lines(folder)) if b'"type":"checkpoint"' in line
+    )
     write(folder, lines(folder)[:last])
     record = folder / "private/members.jsonl"
-    marks = [line for line in record.read_bytes().splitlines(keepends=True) if json.loads(line)["seq"] < last]
+    marks = [
+        line
+        for line in record.read_bytes().splitlines(keepends=True)
+        if json.loads(line)["seq"] < last
+    ]
     record.write_bytes(b"".join(marks))
     open_model(folder)
     published(folder, tmp_path / "out")
@@ -376,7 +453,9 @@ def test_a_file_stop_that_is_there_before_a_start_is_said_and_obeyed(
         (folder / "STOP").touch()
     os.utime(folder / "STOP", (0, 0))  # as when the last of these starts had stopped
     with pytest.MonkeyPatch.context() as torchrun:
-        torchrun.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # it starts ranks again whatever their exit code is
+        torchrun.setenv(
+            "TORCHELASTIC_RESTART_COUNT", "1"
+        )  # it starts ranks again whatever their exit code is
         assert run(folder, *OPTIONS, steps=4) == 7
     os.utime(folder / "STOP", (0, 0))
     assert run(folder, *OPTIONS, steps=4) == 0
@@ -413,7 +492,8 @@ def test_the_checks_alone_write_nothing_and_a_start_refused_at_last_leaves_no_le
         raise PrivacyConfigError("refused at last")
 
     config = load_config(
-        ROOT / "recipes/tiny.toml", ["heldout.num_captions=0", f"privacy.ledger_mirror={tmp_path}/mirror"]
+        ROOT / "recipes/tiny.toml",
+        ["heldout.num_captions=0", f"privacy.ledger_mirror={tmp_path}/mirror"],
     )
     arguments = (config, settings, "local", RunFolder(new), ROOT, Ranks(), one_rank, None)
     for check in TrainerStart(*arguments, may_restart=False).checks():  # type: ignore[arg-type]
@@ -431,7 +511,10 @@ def test_a_loop_that_was_killed_before_its_end_is_ended_by_the_next_start(
 ) -> None:
     own = tmp_path / "own"
     with monkeypatch.context() as patch:
-        patch.setattr("privacy.run.ledger.RunLedger.close_run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            "privacy.run.ledger.RunLedger.close_run",
+            lambda self: (_ for _ in ()).throw(KeyboardInterrupt()),
+        )
         with pytest.raises(KeyboardInterrupt), make(own) as loop:
             for _ in loop:
                 pass
@@ -447,7 +530,9 @@ def test_a_new_run_beside_a_checkpoint_that_was_set_aside_is_refused(tmp_path: P
         path.rename(path.with_name(f"set-aside-{path.name}"))
     (own / "ledger.jsonl").unlink()
     shutil.rmtree(own / "private")
-    with pytest.raises(PrivacyStateRefused, match=r"is gone, and a checkpoint of step 1 remembers it"):
+    with pytest.raises(
+        PrivacyStateRefused, match=r"is gone, and a checkpoint of step 1 remembers it"
+    ):
         make(own)
     assert not (own / "ledger.jsonl").exists()
 
@@ -457,6 +542,8 @@ def test_a_run_without_a_premise_of_its_guarantee_is_refused_before_its_ledger(
 ) -> None:
     """One premise of many: tests/privacy/test_premises.py."""
     monkeypatch.setattr(Slot, "examples", 65)
-    with pytest.raises(PrivacyConfigError, match=r"a premise of the guarantee does not hold: a sum of 65 examples"):
+    with pytest.raises(
+        PrivacyConfigError, match=r"a premise of the guarantee does not hold: a sum of 65 examples"
+    ):
         run(tmp_path / "run", *OPTIONS, steps=1)
     assert not (tmp_path / "run" / LINES).exists() and not list(tmp_path.rglob("sampling.key"))

@@ -36,7 +36,9 @@ def test_a_port_that_something_else_has(
 ) -> None:
     monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
     place = Place("127.0.0.1", listener.getsockname()[1], is_host)
-    with pytest.raises(RendezvousError, match="something else has that port; choose another MASTER_PORT"):
+    with pytest.raises(
+        RendezvousError, match="something else has that port; choose another MASTER_PORT"
+    ):
         connect(place, PATIENCE)
 
 
@@ -117,7 +119,9 @@ def test_rank_0_keeps_a_store_of_its_own_under_torchrun(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = find_all(agents.port, 3)
-    assert {place.port for _, place in found} != {agents.port} and len({place.port for _, place in found}) == 1
+    assert {place.port for _, place in found} != {agents.port} and len(
+        {place.port for _, place in found}
+    ) == 1
     assert [place.is_host for _, place in found] == [True, False, False]
     del agents
     found[2][0].set("key", "value")
@@ -176,10 +180,14 @@ def test_a_group_that_would_find_no_threads_is_not_made(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_variables_that_a_launcher_left_in_a_shell_are_named(monkeypatch: pytest.MonkeyPatch, *, by_hand: bool) -> None:
+def test_variables_that_a_launcher_left_in_a_shell_are_named(
+    monkeypatch: pytest.MonkeyPatch, *, by_hand: bool
+) -> None:
     above = () if by_hand else (Process("1", "torchrun"),)
     monkeypatch.setattr(distributed, "launcher_processes", lambda: above)
-    ranks = discover_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    ranks = discover_ranks(
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    )
     with pytest.raises(RendezvousError, match="rank 1 of 2 did not come") as missed:
         distributed.start(ranks, rendezvous_seconds=0.5)
     hint = "RANK=0 and WORLD_SIZE=2, and no launcher has started this process: to train alone, unset them"

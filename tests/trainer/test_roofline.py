@@ -15,14 +15,19 @@ from trainer.planner.inductor import kernels_of
 from trainer.planner.probe import META, count_flops, with_fused_attention
 from trainer.planner.roofline import OperationCounter, count_operations
 
-CONFIG = captioner_config("pico", image_size=32, vocab_size=100, num_tokens=9, encoder_depth=1, decoder_depth=1)
+CONFIG = captioner_config(
+    "pico", image_size=32, vocab_size=100, num_tokens=9, encoder_depth=1, decoder_depth=1
+)
 
 
 @pytest.mark.parametrize("mode", ["non-private", "bookkeeping", "two_pass"])
 def test_flops_are_those_of_torch(mode: Any) -> None:
     with META:
         model = Captioner(CONFIG)
-        inputs = {"images_BCHW": torch.empty(3, 3, 32, 32), "tokens_BL": torch.empty(3, 9, dtype=torch.long)}
+        inputs = {
+            "images_BCHW": torch.empty(3, 3, 32, 32),
+            "tokens_BL": torch.empty(3, 9, dtype=torch.long),
+        }
         inputs["token_mask_BL"] = torch.empty(3, 9, dtype=torch.bool)
         is_padding_B = torch.empty(3, dtype=torch.bool)
 
@@ -88,7 +93,9 @@ def test_a_compiled_function_is_as_many_kernels_as_inductor_makes_of_it_for_cuda
         [torch.empty(n, device=META)] * 2,
         (torch.empty(n, device=META, dtype=d) for d in (torch.int32, torch.int16)),
     )
-    one = kernels_of(add_rounded, (parts, *sums, 2.0**20))  # one pass: what meets, low and high read and written
+    one = kernels_of(
+        add_rounded, (parts, *sums, 2.0**20)
+    )  # one pass: what meets, low and high read and written
     assert (one.launches, one.moved) == (1, n * (2 * 4 + 2 * 4 + 2 * 2))
     assert "tl.float64" in one.code and "cpp_fused" not in one.code
     x = torch.empty(16, 197, 1024, device=META, dtype=torch.bfloat16)

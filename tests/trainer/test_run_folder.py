@@ -40,7 +40,9 @@ def test_private_is_private(tmp_path: Path) -> None:
     assert folder.checkpoints.is_dir() and folder.evaluation.is_dir()
 
 
-def test_one_trainer_at_a_time(start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_trainer_at_a_time(
+    start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
     monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.2)
     first, second = start(HOLDER, tmp_path / "run"), RunFolder(tmp_path / "run")
@@ -56,7 +58,9 @@ def test_one_trainer_at_a_time(start: Callable[..., Forked], tmp_path: Path, mon
 
 def test_children_do_not_keep_the_lock(start: Callable[..., Forked], tmp_path: Path) -> None:
     """A worker process that outlives a killed trainer must not block the next start."""
-    child_first = "import subprocess; print(subprocess.Popen(['sleep', '30']).pid, flush=True)\nprint("
+    child_first = (
+        "import subprocess; print(subprocess.Popen(['sleep', '30']).pid, flush=True)\nprint("
+    )
     process = start(HOLDER.replace("print(", child_first), tmp_path / "run")
     process.wait_for_line("locked")
     child = int(process.stdout.read_text().split()[0])
@@ -72,11 +76,19 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     folder.create()
     for name in ("first", "second"):
-        folder.record_configuration(f'name = "{name}"\n', {"zero_optimization": {"stage": 3}}, {"free": 7})
+        folder.record_configuration(
+            f'name = "{name}"\n', {"zero_optimization": {"stage": 3}}, {"free": 7}
+        )
     assert (tmp_path / "config.toml").read_text() == 'name = "second"\n'
-    assert json.loads((tmp_path / "ds_config.json").read_text()) == {"zero_optimization": {"stage": 3}}
+    assert json.loads((tmp_path / "ds_config.json").read_text()) == {
+        "zero_optimization": {"stage": 3}
+    }
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["python"].startswith("3.")
     assert isinstance(environment["modified"], bool)
-    assert "free" not in environment and json.loads((folder.private / "chosen.json").read_text()) == {"free": 7}
-    assert "hunter2" not in json.dumps(environment), "environment variables and arguments hold secrets"
+    assert "free" not in environment and json.loads(
+        (folder.private / "chosen.json").read_text()
+    ) == {"free": 7}
+    assert "hunter2" not in json.dumps(environment), (
+        "environment variables and arguments hold secrets"
+    )

@@ -13,7 +13,12 @@ from trainer.errors import ConfigError, RemoteError
 from trainer.ranks.rendezvous import refuse_differences, require_shared, settings_of
 
 HOSTS = ["nodea", "nodeb", "nodeb"]
-SETTINGS = {"torch": "2.13.0", "the ds_config": "a1", "$NCCL_ALGO": "Ring", "$NCCL_SOCKET_IFNAME": "set"}
+SETTINGS = {
+    "torch": "2.13.0",
+    "the ds_config": "a1",
+    "$NCCL_ALGO": "Ring",
+    "$NCCL_SOCKET_IFNAME": "set",
+}
 
 
 def introduced(environ: dict[str, str], *overrides: str, root: Path = ROOT) -> dict[str, str]:
@@ -46,7 +51,9 @@ def test_a_variable_that_is_missing_on_another_host() -> None:
     )
     assert ".deepspeed_env" in said
     assert "NCCL_ALGO is Ring, but not set on rank 0" in refused(without("$NCCL_ALGO"), SETTINGS)
-    assert "NCCL_SOCKET_IFNAME is not set, but set on rank 0" in refused(SETTINGS, without("$NCCL_SOCKET_IFNAME"))
+    assert "NCCL_SOCKET_IFNAME is not set, but set on rank 0" in refused(
+        SETTINGS, without("$NCCL_SOCKET_IFNAME")
+    )
 
 
 def test_no_value_of_a_secret_takes_part() -> None:

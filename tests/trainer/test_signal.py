@@ -26,11 +26,21 @@ from privacy.rounded_normal import deviation_in_units
 from trainer.config.recipe import load_config
 from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task
-from trainer.planner.signal import FEWEST_STEPS, LARGEST_THAT_LEARNS, WORTH_DOUBLING, NoiseToSignal, choose
+from trainer.planner.signal import (
+    FEWEST_STEPS,
+    LARGEST_THAT_LEARNS,
+    WORTH_DOUBLING,
+    NoiseToSignal,
+    choose,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = PlanRequest(
-    num_examples=10_000, expected_batch_size=200, num_steps=600, target_epsilon=8.0, target_delta=1e-5
+    num_examples=10_000,
+    expected_batch_size=200,
+    num_steps=600,
+    target_epsilon=8.0,
+    target_delta=1e-5,
 )
 
 
@@ -45,16 +55,22 @@ class Pull(nn.Module):
         return self.layer(x_BD)[:, 0]
 
 
-@pytest.mark.parametrize("adaptive", [None, AdaptiveClipping(0.5, 0.2, 2.0)], ids=["constant", "adaptive"])
+@pytest.mark.parametrize(
+    "adaptive", [None, AdaptiveClipping(0.5, 0.2, 2.0)], ids=["constant", "adaptive"]
+)
 def test_ratios_are_those_of_real_sums_and_real_noise(adaptive: AdaptiveClipping | None) -> None:
     """Steps of the plan's own clipper and noise on examples that all agree: the most signal that there can be."""
     size, batch, steps, bound = 20_000, 12, 25, 0.37
     plan = make_plan(
         PlanRequest(
-            num_examples=1000, expected_batch_size=batch, num_steps=steps, noise_multiplier=1.7, max_grad_norm=bound,
+            num_examples=1000,
+            expected_batch_size=batch,
+            num_steps=steps,
+            noise_multiplier=1.7,
+            max_grad_norm=bound,
             adaptive_clipping=adaptive,
         )
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     model, x_BD = Pull(size), torch.randn(1, size).expand(batch, size).contiguous()
     found = NoiseToSignal.of(plan, size)
@@ -71,7 +87,9 @@ def test_ratios_are_those_of_real_sums_and_real_noise(adaptive: AdaptiveClipping
         noises.append(real(noise, clipped.exponent) / batch)
     lengths = [float(noise.norm() / signal.norm()) for noise in noises]
     assert np.mean(lengths) == pytest.approx(found.per_step, rel=0.01)
-    assert float(sum(noises).norm() / (steps * signal.norm())) == pytest.approx(found.accumulated, rel=0.03)
+    assert float(sum(noises).norm() / (steps * signal.norm())) == pytest.approx(
+        found.accumulated, rel=0.03
+    )
     assert float(signal.norm()) == pytest.approx(bound, rel=2e-3)
 
 
@@ -79,7 +97,11 @@ def test_the_accumulated_ratio_is_the_total_amount_of_noise() -> None:
     """TAN sqrt(P / 2) / n (Sander et al. 2023): at one TAN, batch and steps do not matter."""
     rng = np.random.default_rng(0)
     for _ in range(20):
-        n, steps, parameters = int(rng.integers(100, 10**8)), int(rng.integers(1, 10**4)), int(rng.integers(1, 10**9))
+        n, steps, parameters = (
+            int(rng.integers(100, 10**8)),
+            int(rng.integers(1, 10**4)),
+            int(rng.integers(1, 10**9)),
+        )
         batch, sigma = int(rng.integers(1, n)), float(rng.uniform(0.3, 20))
         found = NoiseToSignal(parameters, sigma, batch, steps)
         amount = tan([ReleaseGroup(batch / n, sigma, steps)])
@@ -91,26 +113,44 @@ def test_nothing_without_noise_and_the_same_for_every_way_to_clip() -> None:
     plain = NoiseToSignal.of(make_plan(request), 1000)
     assert plain is not None
     assert NoiseToSignal.of(make_plan(replace(request, noise_multiplier=0.0)), 1000) is None
-    assert NoiseToSignal.of(make_plan(replace(request, enabled=False, noise_multiplier=None)), 1000) is None
+    assert (
+        NoiseToSignal.of(make_plan(replace(request, enabled=False, noise_multiplier=None)), 1000)
+        is None
+    )
     others = [{"clipping_function": name} for name in ("automatic", "per_layer", "grouped")]
-    others += [{"arithmetic": "certified"}, {"max_grad_norm": 1e-3}, {"informal_reasons": ("a simulation",)}]
+    others += [
+        {"arithmetic": "certified"},
+        {"max_grad_norm": 1e-3},
+        {"informal_reasons": ("a simulation",)},
+    ]
     for other in others:
         assert NoiseToSignal.of(make_plan(replace(request, **other)), 1000) == plain
     adaptive = make_plan(replace(request, adaptive_clipping=AdaptiveClipping(0.5, 0.2, 0.6)))
     noisier = NoiseToSignal.of(adaptive, 1000)
-    assert noisier is not None and noisier.per_step > 1.5 * plain.per_step, "the count takes part of sigma"
+    assert noisier is not None and noisier.per_step > 1.5 * plain.per_step, (
+        "the count takes part of sigma"
+    )
 
 
-SENTENCES = ("as published runs", "as small runs that learned", "open", "as runs that learned nothing")
+SENTENCES = (
+    "as published runs",
+    "as small runs that learned",
+    "open",
+    "as runs that learned nothing",
+)
 
 
 def rank(found: NoiseToSignal) -> int:
     """Which of the four sentences it is: the higher, the worse."""
     (number,) = (
-        number for number, words in enumerate(SENTENCES) if re.match(rf"{words}\b(?! nothing)", found.sentence)
+        number
+        for number, words in enumerate(SENTENCES)
+        if re.match(rf"{words}\b(?! nothing)", found.sentence)
     )
     assert found.learns is (True, True, None, False)[number] and found.sentence in found.line
-    assert found.as_json()["sentence"] == found.sentence and found.as_json()["learns"] is found.learns
+    assert (
+        found.as_json()["sentence"] == found.sentence and found.as_json()["learns"] is found.learns
+    )
     return number
 
 
@@ -124,14 +164,19 @@ def test_more_noise_never_has_a_better_sentence(kind: str) -> None:
     """Over both ratios, far below the published runs and far above all; every sentence is seen."""
     found = []
     for accumulated in np.geomspace(1e-5, 30, 40):
-        found += [of_ratios(accumulated * steps**0.5, accumulated, kind) for steps in (1, 7, 60, 500, 6000, 10**5)]
+        found += [
+            of_ratios(accumulated * steps**0.5, accumulated, kind)
+            for steps in (1, 7, 60, 500, 6000, 10**5)
+        ]
     ranks = [(one.per_step, one.accumulated, rank(one)) for one in found]
     assert {worst for *_, worst in ranks} == {0, 1, 2, 3}
     for per_step, accumulated, better in ranks:
         assert all(worse >= better for p, a, worse in ranks if p >= per_step and a >= accumulated)
 
 
-@pytest.mark.parametrize("name", ["dpcap_tiny", "dpcap_base", "dpcap_large", "vip_nano", "vip_base", "vip_large"])
+@pytest.mark.parametrize(
+    "name", ["dpcap_tiny", "dpcap_base", "dpcap_large", "vip_nano", "vip_base", "vip_large"]
+)
 def test_recipes_of_publications_read_as_published(name: str) -> None:
     config = load_config(ROOT / f"recipes/{name}.toml")
     assert config.data.num_examples is not None
@@ -146,23 +191,35 @@ def test_recipes_of_publications_read_as_published(name: str) -> None:
 # The choice
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))]
+)
 def test_the_choice_is_feasible_and_the_best_of_its_row(seed: int) -> None:
     """It keeps compute, data and epsilon, and no step along the row of powers of two is better by the rule.
 
     A delta below 1e-12, which exact noise allows, is accounted by RDP, which is fast; epsilon is recomputed from numbers.
     """
     rng = np.random.default_rng(seed)
-    n, own, target = int(10 ** rng.uniform(3, 5)), 2 ** int(rng.integers(3, 8)), float(rng.uniform(1, 10))
+    n, own, target = (
+        int(10 ** rng.uniform(3, 5)),
+        2 ** int(rng.integers(3, 8)),
+        float(rng.uniform(1, 10)),
+    )
     steps = int(n * rng.uniform(1, 10)) // own + FEWEST_STEPS
     sizes = {"num_examples": n, "expected_batch_size": own, "num_steps": steps}
-    request = PlanRequest(**sizes, target_epsilon=target, target_delta=1e-13, cap=None, arithmetic="certified")
+    request = PlanRequest(
+        **sizes, target_epsilon=target, target_delta=1e-13, cap=None, arithmetic="certified"
+    )
     chosen, largest = choose(request, 100_000), min(n, own * steps // FEWEST_STEPS)
     batch = chosen["expected_batch_size"]
-    assert 1 <= batch <= largest and chosen["num_steps"] == round(own * steps / batch) >= FEWEST_STEPS
+    assert (
+        1 <= batch <= largest and chosen["num_steps"] == round(own * steps / batch) >= FEWEST_STEPS
+    )
 
     def resized(size: int) -> PrivacyPlan:
-        return make_plan(replace(request, expected_batch_size=size, num_steps=round(own * steps / size)))
+        return make_plan(
+            replace(request, expected_batch_size=size, num_steps=round(own * steps / size))
+        )
 
     def ratio(size: int) -> float:
         found = NoiseToSignal.of(resized(size), 100_000)
@@ -175,7 +232,10 @@ def test_the_choice_is_feasible_and_the_best_of_its_row(seed: int) -> None:
     plan = resized(batch)
     sigma = effective_noise_multiplier(plan.noise_multiplier, plan.sensitivity_slack)
     group = ReleaseGroup(plan.sample_rate, sigma, plan.num_steps + plan.reserved_attempts)
-    assert epsilon_rdp([group], plan.accounted_delta) <= target and chosen["epsilon_with_reserve"] <= target
+    assert (
+        epsilon_rdp([group], plan.accounted_delta) <= target
+        and chosen["epsilon_with_reserve"] <= target
+    )
 
 
 def test_a_choice_needs_poisson_sampling_and_an_epsilon() -> None:
@@ -186,5 +246,7 @@ def test_a_choice_needs_poisson_sampling_and_an_epsilon() -> None:
         replace(REQUEST, informal_reasons=("a simulation",)),
     ]
     for request in wrong:
-        with pytest.raises(PrivacyConfigError, match="needs a private run, Poisson sampling and a target"):
+        with pytest.raises(
+            PrivacyConfigError, match="needs a private run, Poisson sampling and a target"
+        ):
             choose(request, 1000)

@@ -23,7 +23,9 @@ def abandoned() -> threading.Event:
 
 
 @pytest.fixture
-def requests(tmp_path: Path, abandoned: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[StopRequests]:
+def requests(
+    tmp_path: Path, abandoned: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StopRequests]:
     monkeypatch.setattr(stopping, "MARGIN_SECONDS", 0.1)
     made = StopRequests(tmp_path / "STOP", grace_seconds=0.2, abandon=abandoned.set)
     yield made
@@ -68,7 +70,9 @@ def test_a_step_that_does_not_end_is_abandoned_while_the_main_thread_is_blocked(
         assert abandoned.wait(10)
 
 
-def test_a_step_that_ends_in_time_is_not(requests: StopRequests, abandoned: threading.Event) -> None:
+def test_a_step_that_ends_in_time_is_not(
+    requests: StopRequests, abandoned: threading.Event
+) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     with requests.step():
         wait_until(requests.pending)
@@ -127,7 +131,9 @@ def test_what_a_shell_had_ignored_stays_ignored(start: Callable[..., Forked]) ->
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
 )
-def test_a_signal_before_training_ends_it(start: Callable[..., Forked], number: signal.Signals) -> None:
+def test_a_signal_before_training_ends_it(
+    start: Callable[..., Forked], number: signal.Signals
+) -> None:
     process = start(SCRIPT, "setup")
     process.wait_for_line("ready")
     time.sleep(0.1)

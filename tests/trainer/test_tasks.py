@@ -19,12 +19,23 @@ from trainer.config.recipe import load_config
 from trainer.loop.reporting import learned
 from trainer.tasks import MaskedAutoencodingTask, make_task
 from trainer.tasks.base import GAP, SIDE, pixels
-from trainer.tasks.blind import ADDED, CaptionFrequencies, ClassFrequencies, MeanPicture, Tokens, caption_losses
+from trainer.tasks.blind import (
+    ADDED,
+    CaptionFrequencies,
+    ClassFrequencies,
+    MeanPicture,
+    Tokens,
+    caption_losses,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 EOS = 0
 TOP = 28
-SMALL = ["data.image_size=32", "model.size=pico", "model.overrides={encoder_depth = 1, decoder_depth = 1}"]
+SMALL = [
+    "data.image_size=32",
+    "model.size=pico",
+    "model.overrides={encoder_depth = 1, decoder_depth = 1}",
+]
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -47,7 +58,10 @@ def test_a_recipe_override_makes_cappa() -> None:
     inputs = cappa.synthetic_inputs(2)
     assert inputs["is_parallel_B"].tolist() == [False, True]
     model = cappa.build(torch.Generator().manual_seed(0))
-    assert isinstance(model, Captioner) and model.decoder.head.weight is model.decoder.token_embedding.weight
+    assert (
+        isinstance(model, Captioner)
+        and model.decoder.head.weight is model.decoder.token_embedding.weight
+    )
     check_against_autograd(model, inputs)
     stated = cappa.facts()["model"]
     assert (stated["parallel_share"], stated["tied_head"]) == (0.75, True)
@@ -73,13 +87,19 @@ def test_a_perfect_prediction_looks_like_the_original(normalise: bool) -> None:
         assert output == "patches"
         return torch.where(mask_BP[:, :, None], model.targets(images_BCHW), torch.tensor(99.0))
 
-    engine: Any = SimpleNamespace(module=perfect, device=torch.device("cpu"), compute_dtype=torch.float32)
+    engine: Any = SimpleNamespace(
+        module=perfect, device=torch.device("cpu"), compute_dtype=torch.float32
+    )
     batch = Batch(inputs, torch.tensor([False, True, False]))
     shown = task.samples(engine, [batch])
-    assert shown.lines == [] and shown.picture_HWC.shape[0] == TOP + 2 * (SIDE + GAP), "padding is not shown"
+    assert shown.lines == [] and shown.picture_HWC.shape[0] == TOP + 2 * (SIDE + GAP), (
+        "padding is not shown"
+    )
     for row, index in enumerate((0, 2)):
         original = pixels(inputs["images_BCHW"][index]).repeat(5, 0).repeat(5, 1).astype(int)
-        masked, predicted, last = (cell(shown.picture_HWC, row, column).astype(int) for column in range(3))
+        masked, predicted, last = (
+            cell(shown.picture_HWC, row, column).astype(int) for column in range(3)
+        )
         assert (last == original).all() and abs(predicted - original).max() <= 1
         is_masked = inputs["mask_BP"][index].view(4, 4).numpy().repeat(40, 0).repeat(40, 1)
         assert (masked[~is_masked] == original[~is_masked]).all()
@@ -94,13 +114,18 @@ def plain_probabilities(caption: Tokens, table: list[Tokens], vocab_size: int) -
     for before, word in zip(("start", *caption), caption, strict=False):
         p_word = (words.count(word) + ADDED) / (len(words) + ADDED * vocab_size)
         unigram *= p_word
-        bigram *= (pairs.count((before, word)) + p_word) / (sum(pair[0] == before for pair in pairs) + 1)
+        bigram *= (pairs.count((before, word)) + p_word) / (
+            sum(pair[0] == before for pair in pairs) + 1
+        )
     return unigram, bigram, (table.count(caption) + bigram) / (len(table) + 1)
 
 
 def some_captions(seed: int, vocab_size: int) -> list[Tokens]:
     rng = np.random.default_rng(seed)
-    return [(*rng.integers(1, vocab_size, rng.integers(0, 4)).tolist(), EOS) for _ in range(rng.integers(2, 12))]
+    return [
+        (*rng.integers(1, vocab_size, rng.integers(0, 4)).tolist(), EOS)
+        for _ in range(rng.integers(2, 12))
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -117,9 +142,14 @@ def test_every_caption_is_scored_by_the_others(seed: int) -> None:
 def test_captions_of_batches() -> None:
     """Start tokens and padding, of captions and of batches, do not count."""
     tokens_BL = torch.tensor([[1, 4, 2, 0], [1, 5, 4, 2], [1, 4, 2, 0], [1, 6, 6, 6]])
-    mask_BL = torch.tensor([[True, True, True, False], [True] * 4, [True, True, True, False], [True] * 4])
+    mask_BL = torch.tensor(
+        [[True, True, True, False], [True] * 4, [True, True, True, False], [True] * 4]
+    )
     baseline = CaptionFrequencies(7)
-    baseline.add({"tokens_BL": tokens_BL, "token_mask_BL": mask_BL}, torch.tensor([False, False, False, True]))
+    baseline.add(
+        {"tokens_BL": tokens_BL, "token_mask_BL": mask_BL},
+        torch.tensor([False, False, False, True]),
+    )
     expected = caption_losses({(4, 2): 2, (5, 4, 2): 1}, 7)
     found = baseline.values()
     assert found["blind_loss"] == min(expected.values())
@@ -157,19 +187,30 @@ def test_the_mean_picture(seed: int) -> None:
     for number in range(9):
         mean = pictures_NPQ[torch.arange(9) != number].double().mean(dim=0)
         one = slice(number, number + 1)
-        losses.append(float(reconstruction_loss(mean[None], pictures_NPQ[one].double(), mask_NP[one])))
+        losses.append(
+            float(reconstruction_loss(mean[None], pictures_NPQ[one].double(), mask_NP[one]))
+        )
     assert baseline.values()["blind_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
 
 
 @pytest.mark.parametrize("baseline", [CaptionFrequencies(7), ClassFrequencies(3)])
-def test_nothing_is_said_of_too_few_examples(baseline: CaptionFrequencies | ClassFrequencies) -> None:
+def test_nothing_is_said_of_too_few_examples(
+    baseline: CaptionFrequencies | ClassFrequencies,
+) -> None:
     assert baseline.values() == {}
 
 
 def test_what_is_said() -> None:
     said = "\n".join(learned({"loss": 0.3}, {"blind_loss": 0.7, "shuffled_loss": 1.2}))
-    assert "is below that of" in said and "looks at its pictures" in said and "0.7000" in said and "1.2000" in said
+    assert (
+        "is below that of" in said
+        and "looks at its pictures" in said
+        and "0.7000" in said
+        and "1.2000" in said
+    )
     said = "\n".join(learned({"loss": 6.124}, {"blind_loss": 5.782, "shuffled_loss": 6.126}))
     assert "the loss is not yet below that of fixed guesses" in said and "hardly looks" in said
     assert learned({"loss": 1.0}, {}) == []
-    assert "accuracy 0.4000" in learned({"loss": 1.0}, {"blind_loss": 2.0, "blind_accuracy": 0.4})[0]
+    assert (
+        "accuracy 0.4000" in learned({"loss": 1.0}, {"blind_loss": 2.0, "blind_accuracy": 0.4})[0]
+    )

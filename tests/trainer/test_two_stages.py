@@ -19,8 +19,10 @@ from trainer.run import start as training
 ONE, TWO = "synthetic_vip_nano", "vip_nano"
 SHRUNK = [
     *(change for change in TINY if not re.search("num_tokens|tokenizer|shards", change)),
-    "data.num_examples=1000", "train.checkpoint_every=1", "train.keep_checkpoints=3",
-]  # fmt: skip
+    "data.num_examples=1000",
+    "train.checkpoint_every=1",
+    "train.keep_checkpoints=3",
+]
 
 
 def run(recipe: str, folder: Path, *changes: str, shard: int = 0) -> int:
@@ -28,13 +30,17 @@ def run(recipe: str, folder: Path, *changes: str, shard: int = 0) -> int:
     shards = [f"data.shards=data/demo/train-0000{shard}.tar", *declared]
     config = load_config(ROOT / f"recipes/{recipe}.toml", [*SHRUNK, *shards, *changes])
     machine = load_machine_settings(ROOT / "ds_configs/zero1.json")
-    return training.train(config, machine, "local", folder / recipe, ROOT, Ranks(), torch.device("cpu"))
+    return training.train(
+        config, machine, "local", folder / recipe, ROOT, Ranks(), torch.device("cpu")
+    )
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)  # held until the process ends, and this one resumes
+    monkeypatch.setattr(
+        fcntl, "flock", lambda *arguments: None
+    )  # held until the process ends, and this one resumes
     start = f"init.checkpoint={tmp_path / ONE}"
     with monkeypatch.context() as patched:
         patched.setattr(training, "training_table", lambda *_: pytest.fail("data were looked at"))
@@ -50,12 +56,20 @@ def test_two_stages_and_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run(TWO, tmp_path, start, "train.max_minutes=1e-9", shard=1) == 7
     before, waiting = open_checkpoint(tmp_path / ONE), open_checkpoint(tmp_path / TWO)
     assert (before.step, waiting.step) == (2, 0)
-    assert all(torch.equal(waiting.full("param", n), before.full("param", n)) for n in before.shapes)
+    assert all(
+        torch.equal(waiting.full("param", n), before.full("param", n)) for n in before.shapes
+    )
     facts = waiting.manifest["initialisation"]
     assert (facts["run"], facts["training_data"], facts["at_random"]) == (ONE, "synthetic", [])
 
     shutil.rmtree(tmp_path / ONE)  # a resumed second stage needs it no more
     assert run(TWO, tmp_path, start, shard=1) == 0
     after = open_checkpoint(tmp_path / TWO)
-    assert after.step == 2 and after.manifest["initialisation"] == facts and after.manifest["formal_guarantee"]
-    assert not all(torch.equal(after.full("param", n), waiting.full("param", n)) for n in after.shapes)
+    assert (
+        after.step == 2
+        and after.manifest["initialisation"] == facts
+        and after.manifest["formal_guarantee"]
+    )
+    assert not all(
+        torch.equal(after.full("param", n), waiting.full("param", n)) for n in after.shapes
+    )

@@ -29,18 +29,37 @@ from trainer.run.start import train
 from trainer.weights.open_model import open_model
 
 ARCHIVE = Path(__file__).with_name("run-0.1.0.tar.xz")
-SHAPE = "encoder_depth = 1, encoder_width = 16, decoder_depth = 1, decoder_width = 16, patch_size = 8"
+SHAPE = (
+    "encoder_depth = 1, encoder_width = 16, decoder_depth = 1, decoder_width = 16, patch_size = 8"
+)
 HEADS = "encoder_num_heads = 2, decoder_num_heads = 2"
 OPTIONS = (
-    *("name=run-0.1.0", "data.shards=data/demo/train-00000.tar", "heldout.num_examples=2", "heldout.num_captions=0"),
-    *("model.kind=masked_autoencoder", "model.size=vip_base", f"model.overrides={{ {SHAPE}, {HEADS} }}"),
-    *("data.image_size=16", "train.num_steps=4", "train.keep_checkpoints=1", "privacy.reserved_attempts=9"),
+    *(
+        "name=run-0.1.0",
+        "data.shards=data/demo/train-00000.tar",
+        "heldout.num_examples=2",
+        "heldout.num_captions=0",
+    ),
+    *(
+        "model.kind=masked_autoencoder",
+        "model.size=vip_base",
+        f"model.overrides={{ {SHAPE}, {HEADS} }}",
+    ),
+    *(
+        "data.image_size=16",
+        "train.num_steps=4",
+        "train.keep_checkpoints=1",
+        "privacy.reserved_attempts=9",
+    ),
     *("optimizer.name=sgd", "optimizer.momentum=0"),
-)  # fmt: skip
+)
 
 
 def start(folder: Path, recipe: Path, *options: str) -> int:
-    config, machine = load_config(recipe, list(options)), load_machine_settings(ROOT / "ds_configs/zero1.json")
+    config, machine = (
+        load_config(recipe, list(options)),
+        load_machine_settings(ROOT / "ds_configs/zero1.json"),
+    )
     return train(config, machine, "local", folder, ROOT, Ranks(), torch.device("cpu"))
 
 
@@ -52,7 +71,9 @@ def folder(one_rank: torch.device, tmp_path: Path) -> Path:
 
 
 def verified(verifier: Path, folder: Path) -> None:
-    done = subprocess.run([sys.executable, verifier, folder], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, verifier, folder], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -66,11 +87,17 @@ def test_a_run_of_0_1_0_is_verified_and_shown_and_not_resumed(folder: Path) -> N
     assert code == 0 and found["attested"]["noise"] == "doubles"
     plan = read_ledger(folder / "ledger.jsonl").plan
     assert plan.had_doubles and 0 < plan.noise_tail_delta < 1e-9 * plan.target_delta
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
     card = build_card(folder)
     assert card.formal_guarantee and card.accounting.noise_tail_delta == plan.noise_tail_delta
     assert open_model(folder).manifest["step"] == 2
-    with pytest.raises(PrivacyStateRefused, match="made of doubles, which is no longer drawn: export and verify") as no:
+    with pytest.raises(
+        PrivacyStateRefused, match="made of doubles, which is no longer drawn: export and verify"
+    ) as no:
         start(folder, folder / "config.toml")
     assert no.value.exit_code == 4 and "\n" not in str(no.value)
     kept = {path: path.read_bytes() for path in before}
@@ -89,7 +116,8 @@ def first_start(device: torch.device, folder: str, how: str) -> int:
         if how == "stopped":
             asked: list[int] = []
             patched.setattr(
-                "trainer.loop.stopping.StopRequests.pending", lambda self: asked.append(1) or len(asked) > 2
+                "trainer.loop.stopping.StopRequests.pending",
+                lambda self: asked.append(1) or len(asked) > 2,
             )
         else:
             patched.setattr(plan_module, "ROUNDED", None)
@@ -120,16 +148,23 @@ def test_a_run_is_resumed_by_another_version(
 ) -> None:
     """torch and the project may change on the way, and the ledger says so."""
     folder = tmp_path / "run"
-    assert run_ranks(f"{__name__}:first_start", 1, timeout=280, folder=str(folder), how="stopped") == [7]
+    assert run_ranks(
+        f"{__name__}:first_start", 1, timeout=280, folder=str(folder), how="stopped"
+    ) == [7]
     before = (folder / "ledger.jsonl").read_bytes()
     there = run_folder.version
-    monkeypatch.setattr(run_folder, "version", lambda package: "99.0" if package == "torch" else there(package))
+    monkeypatch.setattr(
+        run_folder, "version", lambda package: "99.0" if package == "torch" else there(package)
+    )
     run_folder.environment.cache_clear()
     assert start(folder, folder / "config.toml") == 0
     run_folder.environment.cache_clear()
     ledger = (folder / "ledger.jsonl").read_bytes()
     assert ledger.startswith(before)
     sessions = [line for line in map(json.loads, ledger.splitlines()) if line["type"] == "session"]
-    assert [session["environment"]["packages"]["torch"] == "99.0" for session in sessions] == [False, True]
+    assert [session["environment"]["packages"]["torch"] == "99.0" for session in sessions] == [
+        False,
+        True,
+    ]
     verified(folder / "verify.py", folder)
     assert build_card(folder).formal_guarantee and open_model(folder).manifest["step"] == 4

@@ -89,18 +89,26 @@ def make_canary(seed: str, index: int, image_size: int, caption_field: str | Non
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     text = " ".join("".join(rng.choice(_SYLLABLES, 2)) for _ in range(_WORDS))
-    caption = {"txt": text.encode()} if caption_field is None else {"json": json.dumps({caption_field: text}).encode()}
+    caption = (
+        {"txt": text.encode()}
+        if caption_field is None
+        else {"json": json.dumps({caption_field: text}).encode()}
+    )
     return RawExample(buffer.getvalue(), {"png": buffer.getvalue(), **caption})
 
 
-def write_canaries(output: Path, num_canaries: int, image_size: int, caption_field: str | None = None) -> str:
+def write_canaries(
+    output: Path, num_canaries: int, image_size: int, caption_field: str | None = None
+) -> str:
     """Writes shard and coins; returns a line that says what to do with them.
 
     Raises:
         ConfigError: the folder holds something, or numbers make no sense.
     """
     if not (20 <= num_canaries <= _MAX_CANARIES and _BLOCKS <= image_size <= _MAX_PIXELS):
-        raise ConfigError(f"20 to {_MAX_CANARIES:,} canaries of {_BLOCKS} to {_MAX_PIXELS:,} pixels are needed")
+        raise ConfigError(
+            f"20 to {_MAX_CANARIES:,} canaries of {_BLOCKS} to {_MAX_PIXELS:,} pixels are needed"
+        )
     with refusing(f"{output}: cannot write the canaries", ConfigError):
         output.mkdir(parents=True, exist_ok=True, mode=0o700)
         if any(output.iterdir()):
@@ -110,7 +118,10 @@ def write_canaries(output: Path, num_canaries: int, image_size: int, caption_fie
         seed = secrets.token_hex(32)
         present = "".join(str(secrets.randbits(1)) for _ in range(num_canaries))
         chosen = (index for index, coin in enumerate(present) if coin == "1")
-        canaries = ((f"canary-{i:06d}", make_canary(seed, i, image_size, caption_field).fields) for i in chosen)
+        canaries = (
+            (f"canary-{i:06d}", make_canary(seed, i, image_size, caption_field).fields)
+            for i in chosen
+        )
         # Shard first: coins without their shard would look like canaries that can be trained on.
         count = write_shard(output / SHARD, canaries, 0o600)
         digest = hashlib.sha256((output / SHARD).read_bytes()).hexdigest()
@@ -131,7 +142,9 @@ def read_canaries(folder: Path) -> CanaryCoins:
         way_out = "audit.py canaries writes them before training"
         raise ConfigError(f"{path}: no coins of canaries ({reason}); {way_out}") from error
     if stat.S_IMODE(mode) & 0o077 or os.stat(path).st_uid != os.geteuid():
-        raise ConfigError(f"{path}: the coins must belong to you and be readable by nobody else (mode 0600)")
+        raise ConfigError(
+            f"{path}: the coins must belong to you and be readable by nobody else (mode 0600)"
+        )
     return coins
 
 
@@ -143,7 +156,9 @@ class Guesses(NamedTuple):
     correct: int
 
 
-def audit_canaries(scores: NDArray[np.float64], present: NDArray[np.bool_], claimed: float, delta: float) -> Check:
+def audit_canaries(
+    scores: NDArray[np.float64], present: NDArray[np.bool_], claimed: float, delta: float
+) -> Check:
     """Compares a lower bound on epsilon with the claim.
 
     Args:
@@ -203,10 +218,14 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     """
     folder, coins = RunFolder(run_dir), read_canaries(canaries)
     if not folder.ledger.is_file() or not (run_dir / "config.toml").is_file():
-        raise ConfigError(f"run folder {run_dir} has no ledger.jsonl or no config.toml: start the training run first")
+        raise ConfigError(
+            f"run folder {run_dir} has no ledger.jsonl or no config.toml: start the training run first"
+        )
     config, opened = load_config(run_dir / "config.toml"), open_model(checkpoint or run_dir)
     if not isinstance(opened.task, CaptioningTask):
-        raise ConfigError(f"only captioners can be audited with input canaries, not {type(opened.model).__name__}")
+        raise ConfigError(
+            f"only captioners can be audited with input canaries, not {type(opened.model).__name__}"
+        )
     if config.data.caption_field != coins.caption_field:
         raise ConfigError(
             f"the run reads captions from data.caption_field {config.data.caption_field!r}, the canaries have theirs in "
@@ -216,7 +235,9 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     before = recorded_attempts(run_dir)
     state = read_snapshot(folder.ledger).state
     require_recorded(opened.path, state)
-    claim = claim_of(run_dir, state)  # a canary may have been in the private runs behind the start as well
+    claim = claim_of(
+        run_dir, state
+    )  # a canary may have been in the private runs behind the start as well
     attempts = attempts_check(run_dir, state, before)
     # Canaries that the run never saw betray nothing, whatever its noise: that is no good news, and is said to be undecided.
     index = folder.index if config.data.index is None else root / config.data.index
@@ -225,7 +246,9 @@ def run_audit(run_dir: Path, canaries: Path, checkpoint: Path | None, root: Path
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         shards = json.loads((index / "manifest.json").read_text())["shards"]
         if coins.shard_sha256 in [shard["sha256"] for shard in shards]:
-            in_data = fact("canaries_in_data", True, "the shard with these canaries is in the data of this run")
+            in_data = fact(
+                "canaries_in_data", True, "the shard with these canaries is in the data of this run"
+            )
     checks = [in_data, attempts]
     if claim is None:
         sentence = "the run claims no epsilon, so there is nothing to refute"
@@ -253,7 +276,10 @@ def _losses(model: nn.Module, make_example: MakeExample, coins: CanaryCoins) -> 
     """(N,) each canary's loss; canaries that were kept out are made again from the seed."""
     parts = []
     for start in range(0, len(coins.present), _BATCH):
-        rows = [make_example(coins.example(i), 0) for i in range(start, min(start + _BATCH, len(coins.present)))]
+        rows = [
+            make_example(coins.example(i), 0)
+            for i in range(start, min(start + _BATCH, len(coins.present)))
+        ]
         images, tokens, mask = (
             torch.from_numpy(np.stack([row[name] for row in rows]))
             for name in ("images_CHW", "tokens_L", "token_mask_L")

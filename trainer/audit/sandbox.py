@@ -17,7 +17,15 @@ from torch import Tensor
 from data.index.tar_writer import write_shard
 from privacy.audit.canary_model import Canaries, CanaryModel, made_up
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox import Side, audited_plan, in_processes, is_of_a_loop, loop_audit, ranks_of, run_sandbox
+from privacy.audit.sandbox import (
+    Side,
+    audited_plan,
+    in_processes,
+    is_of_a_loop,
+    loop_audit,
+    ranks_of,
+    run_sandbox,
+)
 from privacy.plan import PrivacyPlan
 from privacy.plan_request import PlanRequest
 from privacy.step import collectives
@@ -49,9 +57,13 @@ def mechanism_audit(
     plan = audited_plan(run_dir)
     if is_of_a_loop(run_dir):
         return loop_audit(run_dir, ranks=ranks)
-    config, recorded, chosen = (run_dir / name for name in ("config.toml", "ds_config.json", "private/chosen.json"))
+    config, recorded, chosen = (
+        run_dir / name for name in ("config.toml", "ds_config.json", "private/chosen.json")
+    )
     recipe = load_config(config)
-    if recipe.privacy.clipping_mode == "auto" and chosen.exists():  # on so small a model it might choose otherwise
+    if (
+        recipe.privacy.clipping_mode == "auto" and chosen.exists()
+    ):  # on so small a model it might choose otherwise
         mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "auto")
         recipe = _changed(recipe, privacy={"clipping_mode": mode})
     machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
@@ -60,48 +72,84 @@ def mechanism_audit(
 
 
 def _rank(
-    plan: PrivacyPlan, recipe: RunConfig, engine: EngineName, ds_config: Path, folder: Path, *place: int
+    plan: PrivacyPlan,
+    recipe: RunConfig,
+    engine: EngineName,
+    ds_config: Path,
+    folder: Path,
+    *place: int,
 ) -> AuditReport | None:
     """One process of the sandbox."""
     (rank, ranks, port), train = place, recipe.train
     distributed.start(Ranks(rank, rank, ranks, port=port))
     words = f"engine {engine}, {train.accumulation} sums{', compiled' if train.compile else ''}, {ds_config.name}"
-    return run_sandbox(plan, trainer_side(recipe, engine, ds_config), folder, train.micro_batch_size, words=words)
+    return run_sandbox(
+        plan, trainer_side(recipe, engine, ds_config), folder, train.micro_batch_size, words=words
+    )
 
 
 def _changed(recipe: RunConfig, **sections: Any) -> RunConfig:
     """A recipe with other sections, or other keys of one."""
-    new = {k: getattr(recipe, k).model_copy(update=v) if isinstance(v, dict) else v for k, v in sections.items()}
+    new = {
+        k: getattr(recipe, k).model_copy(update=v) if isinstance(v, dict) else v
+        for k, v in sections.items()
+    }
     return recipe.model_copy(update=new)
 
 
 def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side:
     """Starts of training on the canaries' shard."""
 
-    def start(folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int) -> TrainerStart:
+    def start(
+        folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int
+    ) -> TrainerStart:
         shard = folder / "canaries-000000.tar"
-        numbers = ((f"canary-{number:06d}", {"txt": str(number).encode()}) for number in range(len(canaries)))
+        numbers = (
+            (f"canary-{number:06d}", {"txt": str(number).encode()})
+            for number in range(len(canaries))
+        )
         collectives.on_main(lambda: None if shard.exists() else write_shard(shard, numbers))
         # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding. It is above any recipe's.
         enormous = 2.0 ** (33 + max(0, math.ceil(math.log2(request.max_grad_norm))))
-        optimizer = OptimizerSection.model_construct(peak_lr=enormous, betas=(0.0, 0.0), eps=enormous)
+        optimizer = OptimizerSection.model_construct(
+            peak_lr=enormous, betas=(0.0, 0.0), eps=enormous
+        )
         if recipe.optimizer.name == "sgd":
             optimizer = OptimizerSection.model_construct(name="sgd", peak_lr=1.0, momentum=0.0)
-        data = {"shards": str(shard), "num_workers": min(1, recipe.data.num_workers), "provenance": "private"}
+        data = {
+            "shards": str(shard),
+            "num_workers": min(1, recipe.data.num_workers),
+            "provenance": "private",
+        }
         changed = _changed(
-            recipe, init=None, heldout=None, schedule=ScheduleSection(decay="constant"), optimizer=optimizer,
+            recipe,
+            init=None,
+            heldout=None,
+            schedule=ScheduleSection(decay="constant"),
+            optimizer=optimizer,
             data=data | dict.fromkeys(("index", "num_examples", "staging")),
             privacy={"ledger_mirror": None, "shared_ledger": None},
             train={
-                "num_steps": request.num_steps, "micro_batch_size": micro_batch_size, "ema_decay": None,
-                "profile": None, "keep_every": None,
+                "num_steps": request.num_steps,
+                "micro_batch_size": micro_batch_size,
+                "ema_decay": None,
+                "profile": None,
+                "keep_every": None,
             },
-        )  # fmt: skip
+        )
         place = Ranks(collectives.rank(), collectives.rank(), collectives.world_size())
         return _Start(
-            changed, load_machine_settings(ds_config), engine, RunFolder(folder / "run"), folder, place,
-            torch.device("cpu"), None, False, canaries=canaries,
-        )  # fmt: skip
+            changed,
+            load_machine_settings(ds_config),
+            engine,
+            RunFolder(folder / "run"),
+            folder,
+            place,
+            torch.device("cpu"),
+            None,
+            False,
+            canaries=canaries,
+        )
 
     return start
 
@@ -126,7 +174,9 @@ class CanaryTask(TrainingTask):
         super().__init__(None, "canaries")
         self._canaries = canaries
 
-    def build(self, generator: torch.Generator, *, after: Any = None, one_block: bool = False) -> Any:
+    def build(
+        self, generator: torch.Generator, *, after: Any = None, one_block: bool = False
+    ) -> Any:
         model = CanaryModel()
         for module in model.modules() if after is not None else ():
             after(module)

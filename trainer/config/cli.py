@@ -36,7 +36,9 @@ class Parser(argparse.ArgumentParser):
         """See `argparse.ArgumentParser.parse_known_args`, which all other ways to parse go through."""
         for word in sys.argv[1:] if args is None else args:
             if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
-                raise ConfigError(f"argument {word!a} is not valid UTF-8; rename the file, or mend the argument")
+                raise ConfigError(
+                    f"argument {word!a} is not valid UTF-8; rename the file, or mend the argument"
+                )
         options, others = super().parse_known_args(args, namespace)
         for name, value in vars(options).items():
             for number in value if isinstance(value, list) else [value]:
@@ -84,7 +86,9 @@ def explain(error: Exception, rank: int) -> bool:
     if known is None:
         print(f"error on rank {rank}:", file=sys.stderr)
         traceback.print_exception(error)
-    elif rank == 0 or not isinstance(error, ConfigError):  # those come from the command line: every rank has them
+    elif rank == 0 or not isinstance(
+        error, ConfigError
+    ):  # those come from the command line: every rank has them
         where = "" if rank == 0 and known.exit_code != 1 else f" on rank {rank}"
         print(f"error{where}: {known.line}", file=sys.stderr, flush=True)
     else:
@@ -119,7 +123,12 @@ def print_anything() -> None:
                 raw = _Console(stream.fileno(), name)
                 buffer = raw if stream.write_through else io.BufferedWriter(raw)
                 console = io.TextIOWrapper(
-                    buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, stream.write_through
+                    buffer,
+                    stream.encoding,
+                    "backslashreplace",
+                    None,
+                    stream.line_buffering,
+                    stream.write_through,
                 )
                 setattr(sys, name, console)
 

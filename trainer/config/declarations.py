@@ -8,10 +8,18 @@ if TYPE_CHECKING:
     from trainer.config.recipe import RunConfig
 
 _OF_TRAINING_DATA = (
-    "data.provenance", "data.deduplication", "data.dataset_name", "data.dataset_owner", "data.dataset_purpose",
-    "data.dataset_licence", "data.dataset_contact", "data.dataset_validity",
-    "privacy.max_examples_per_owner", "heldout.is_public", "init.disjoint_data",
-)  # fmt: skip
+    "data.provenance",
+    "data.deduplication",
+    "data.dataset_name",
+    "data.dataset_owner",
+    "data.dataset_purpose",
+    "data.dataset_licence",
+    "data.dataset_contact",
+    "data.dataset_validity",
+    "privacy.max_examples_per_owner",
+    "heldout.is_public",
+    "init.disjoint_data",
+)
 DECLARED_OF = {
     "data.shards": _OF_TRAINING_DATA,
     "data.caption_field": _OF_TRAINING_DATA,
@@ -44,18 +52,30 @@ class Resolved(NamedTuple):
         """
         data, heldout = config.data, config.heldout
         named: list[tuple[str, str, str, bool]] = [
-            (f"training data {data.shards}", "data.provenance", data.provenance, data.provenance != "private")
+            (
+                f"training data {data.shards}",
+                "data.provenance",
+                data.provenance,
+                data.provenance != "private",
+            )
         ]
         if heldout is not None:
             what = f"held-out data {heldout.shards}"
-            named.append((what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public))
+            named.append(
+                (what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public)
+            )
         lines = list[str]()
         for what, key, value, is_public in named:
             if leaf(self.overrides, key) is not None:
                 who = "declared by the command line"
             else:
-                who = "the default" if leaf(self.tree, key) is None else f"declared by {self.recipe}"
-            said, reason = f"{'public' if is_public else 'private'}: {what}", f"({key} = {value}, {who})"
+                who = (
+                    "the default" if leaf(self.tree, key) is None else f"declared by {self.recipe}"
+                )
+            said, reason = (
+                f"{'public' if is_public else 'private'}: {what}",
+                f"({key} = {value}, {who})",
+            )
             lines += [f"{said} {reason}"] if len(said) + len(reason) < 80 else [said, f"  {reason}"]
         if self.reset:
             lines += [

@@ -23,27 +23,46 @@ RECIPE_KEYS = {
     "gradient_clipping": "privacy.max_grad_norm",
     "optimizer": "[optimizer]",
     "scheduler": "[schedule]",
-    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"), "nothing (gradients are sums)"),
+    **dict.fromkeys(
+        ("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
+        "nothing (gradients are sums)",
+    ),
     "data_types": "nothing (accumulators are fp32)",
     "communication_data_type": "nothing (the reduction is fp64)",
     "steps_per_print": "train.log_every",
     "tensorboard": "nothing (always written)",
     **dict.fromkeys(
-        ("wandb", "comet", "csv_monitor", "managed_gradient_accumulation", "zero_allow_untested_optimizer",
-         "zero_force_ds_cpu_optimizer"), "nothing"
+        (
+            "wandb",
+            "comet",
+            "csv_monitor",
+            "managed_gradient_accumulation",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+        ),
+        "nothing",
     ),
-}  # fmt: skip
+}
 """Keys that do not belong here, and the recipe key that means the same."""
 
 MACHINE_KEYS = ("zero_optimization", "bf16", "fp16", "activation_checkpointing")
-_STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
-           "max_reuse_distance")  # fmt: skip
+_STAGE3 = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+)
 
 
 def is_off(value: Any) -> bool:
     """Says whether a value asks for nothing: null, false, 0, "none", an object that is not enabled, or one of such values."""
     if isinstance(value, dict):
-        return value.get("enabled") is False or value.get("device") == "none" or all(map(is_off, value.values()))
+        return (
+            value.get("enabled") is False
+            or value.get("device") == "none"
+            or all(map(is_off, value.values()))
+        )
     return value is None or value in (False, 0, "none")
 
 
@@ -81,27 +100,46 @@ REFUSED: Mapping[str, str] = {
         }.items()
         for name in names.split()
     },
-}  # fmt: skip
+}
 """DeepSpeed's keys that are refused, and what to write instead; but what only says "off" is taken, and left out."""
 
 ANYWAY: Mapping[str, Callable[[Any], bool]] = {
-    **{name: lambda value: False for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "scheduler",
-                                              "gradient_accumulation_steps", "managed_gradient_accumulation")},
+    **{
+        name: lambda value: False
+        for name in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "optimizer",
+            "scheduler",
+            "gradient_accumulation_steps",
+            "managed_gradient_accumulation",
+        )
+    },
     "gradient_clipping": lambda value: type(value) is int and value == 0,
     "gradient_predivide_factor": lambda value: type(value) is int and value == 1,
     "gradient_allreduce_op": lambda value: value == "sum",
-    "data_types": lambda value: value in ({}, {"grad_accum_dtype": None}, {"grad_accum_dtype": "fp32"}),
-    "steps_per_print": lambda value: value is None or (type(value) in (int, float) and value >= 0),  # it counts no step here
+    "data_types": lambda value: (
+        value in ({}, {"grad_accum_dtype": None}, {"grad_accum_dtype": "fp32"})
+    ),
+    "steps_per_print": lambda value: (
+        value is None or (type(value) in (int, float) and value >= 0)
+    ),  # it counts no step here
     "zero_allow_untested_optimizer": lambda value: value is True,
     "zero_optimization.mics_shard_size": lambda value: type(value) is int and value in (-1, 0),
-}  # fmt: skip
+}
 """Which values of those keys ask for what happens anyway, where that is another question than whether they are off."""
 
 Check = tuple[Callable[[Any], bool], str]
 
 _SWITCH: Check = (lambda value: isinstance(value, bool), "true or false")
-_COUNT: Check = (lambda value: type(value) is int and value >= 0, "a number of elements (an integer, 0 or more)")
-_SIZE: Check = (lambda value: type(value) is int and value > 0, "a number of elements (an integer above 0)")
+_COUNT: Check = (
+    lambda value: type(value) is int and value >= 0,
+    "a number of elements (an integer, 0 or more)",
+)
+_SIZE: Check = (
+    lambda value: type(value) is int and value > 0,
+    "a number of elements (an integer above 0)",
+)
 _OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
 _ANY: Check = (lambda value: True, "anything")
 
@@ -117,12 +155,25 @@ ZERO_KEYS: Mapping[str, tuple[tuple[int, ...], Check]] = {
     "zero_hpz_partition_size": ((1, 2, 3), (_SIZE[0], "a number of ranks above 0")),
     "reduce_bucket_size": ((), _SIZE),
     **dict.fromkeys(
-        ("contiguous_gradients", "reduce_scatter", "round_robin_gradients", "ignore_unused_parameters", "allgather_partitions",
-         "use_multi_rank_bucket_allreduce", "compute_grad_norm", "elastic_checkpoint", "load_from_fp32_weights",
-         "memory_efficient_linear", "override_module_apply", "stage3_gather_16bit_weights_on_model_save",
-         "stage3_gather_fp16_weights_on_model_save", "gather_16bit_weights_on_model_save"), ((), _SWITCH),
+        (
+            "contiguous_gradients",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "ignore_unused_parameters",
+            "allgather_partitions",
+            "use_multi_rank_bucket_allreduce",
+            "compute_grad_norm",
+            "elastic_checkpoint",
+            "load_from_fp32_weights",
+            "memory_efficient_linear",
+            "override_module_apply",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "gather_16bit_weights_on_model_save",
+        ),
+        ((), _SWITCH),
     ),
-}  # fmt: skip
+}
 """Key of zero_optimization -> the stages at which something reads it, and what its value must be.
 
 At other stages it is taken and left out: it tunes how DeepSpeed sends and keeps what it does not send or keep here, or asks for
@@ -130,19 +181,39 @@ whole weights, which launch_scripts/export.py writes. `offload_param` and `zero_
 """
 
 OFFLOAD_KEYS: Mapping[str, Check] = {
-    "device": (lambda value: value in ("none", "cpu"), '"none" or "cpu" (offload to NVMe is not supported)'),
+    "device": (
+        lambda value: value in ("none", "cpu"),
+        '"none" or "cpu" (offload to NVMe is not supported)',
+    ),
     "pin_memory": _SWITCH,
-    "ratio": (lambda value: type(value) is int and value == 1, "1 (all of it waits in host memory)"),
+    "ratio": (
+        lambda value: type(value) is int and value == 1,
+        "1 (all of it waits in host memory)",
+    ),
     **dict.fromkeys(
-        ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path", "fast_init", "pipeline_read", "pipeline_write"), _ANY
+        (
+            "buffer_count",
+            "buffer_size",
+            "max_in_cpu",
+            "nvme_path",
+            "fast_init",
+            "pipeline_read",
+            "pipeline_write",
+        ),
+        _ANY,
     ),
 }
 """The last ones tune an offload to NVMe, as `aio` does: left out."""
 
 BF16_KEYS: Mapping[str, Check] = {
     "enabled": _SWITCH,
-    "loss_scale": (lambda value: type(value) is int and value in (0, 1), "0 or 1 (bf16 has no loss scale)"),
-    **dict.fromkeys(("loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale"), _ANY),
+    "loss_scale": (
+        lambda value: type(value) is int and value in (0, 1),
+        "0 or 1 (bf16 has no loss scale)",
+    ),
+    **dict.fromkeys(
+        ("loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale"), _ANY
+    ),
 }
 """The last ones tune a loss scale; many files repeat here what they say of fp16: left out."""
 
@@ -192,18 +263,26 @@ def load_machine_settings(path: Path) -> MachineSettings:
         return dict(pairs)
 
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_float=_number)
+        raw = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_float=_number
+        )
     except OSError as error:
-        raise ConfigError(f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones") from error
+        raise ConfigError(
+            f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones"
+        ) from error
     except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
         raise ConfigError(f"ds_config {path} is no JSON: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"ds_config {path} is nested too deeply; no key lies deeper than three objects") from error
+        raise ConfigError(
+            f"ds_config {path} is nested too deeply; no key lies deeper than three objects"
+        ) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"ds_config {path} must hold a JSON object")
     refused: list[str] = []
 
-    def taken(section: Mapping[str, Any], known: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
+    def taken(
+        section: Mapping[str, Any], known: Mapping[str, Check], prefix: str = ""
+    ) -> dict[str, Any]:
         """What is known and good; `refused` gets a line for all else, but for what asks for what happens anyway."""
         good: dict[str, Any] = {}
         for key, value in section.items():
@@ -213,8 +292,14 @@ def load_machine_settings(path: Path) -> MachineSettings:
                     refused.append(f"{place} {REFUSED[place]}")
             elif key not in known:
                 refused.append(f"unknown key {place}{did_you_mean(key, known)}")
-            elif automatic := [] if known[key] is _OBJECT and value != "auto" else list(_find_auto(value, place)):
-                refused.extend(f'{auto} is "auto"; write the value, or remove it' for auto in automatic)
+            elif (
+                automatic := []
+                if known[key] is _OBJECT and value != "auto"
+                else list(_find_auto(value, place))
+            ):
+                refused.extend(
+                    f'{auto} is "auto"; write the value, or remove it' for auto in automatic
+                )
             elif not known[key][0](value):
                 refused.append(f"{place} must be {known[key][1]}, not {json.dumps(value)}")
             else:
@@ -224,14 +309,21 @@ def load_machine_settings(path: Path) -> MachineSettings:
     top = taken(raw, {**dict.fromkeys(MACHINE_KEYS, _OBJECT), "aio": _ANY})
     fp16 = top.get("fp16", {})
     if taken(fp16, {**dict.fromkeys(fp16, _ANY), "enabled": _SWITCH}, "fp16.").get("enabled"):
-        refused.append("fp16 is refused: its loss scale skips steps depending on single examples; use bf16")
+        refused.append(
+            "fp16 is refused: its loss scale skips steps depending on single examples; use bf16"
+        )
     bf16 = taken(top.get("bf16", {}), BF16_KEYS, "bf16.").get("enabled", False)
     held = top.get("activation_checkpointing", {})
-    checkpointing = {"enabled": False, **taken(held, CHECKPOINTING_KEYS, "activation_checkpointing.")}
+    checkpointing = {
+        "enabled": False,
+        **taken(held, CHECKPOINTING_KEYS, "activation_checkpointing."),
+    }
     if "enabled" not in held and not (held and is_off(held)) and "activation_checkpointing" in top:
         refused.append("activation_checkpointing needs the key enabled, true or false")
     if held.get("enabled") is False and checkpointing.get("cpu_checkpointing"):
-        refused.append("activation_checkpointing.cpu_checkpointing has no effect where enabled is false; remove it")
+        refused.append(
+            "activation_checkpointing.cpu_checkpointing has no effect where enabled is false; remove it"
+        )
     held = top.get("zero_optimization", {})
     zero = taken(held, {key: check for key, (_, check) in ZERO_KEYS.items()}, "zero_optimization.")
     if "stage" not in held and isinstance(raw.get("zero_optimization", {}), dict):
@@ -239,11 +331,15 @@ def load_machine_settings(path: Path) -> MachineSettings:
     for key in ("offload_optimizer", "offload_param"):
         if key in zero:
             offload = taken(zero[key], OFFLOAD_KEYS, f"zero_optimization.{key}.")
-            zero[key] = {name: offload[name] for name in ("device", "pin_memory") if name in offload}
+            zero[key] = {
+                name: offload[name] for name in ("device", "pin_memory") if name in offload
+            }
     stage = zero.get("stage", 3)
     for key in [key for key in zero if stage not in ZERO_KEYS[key][0]]:
         if key in ("offload_param", "zero_init") and not is_off(held[key]):
-            refused.append(f"zero_optimization.{key} has no effect at stage {stage} (only at 3); remove it")
+            refused.append(
+                f"zero_optimization.{key} has no effect at stage {stage} (only at 3); remove it"
+            )
         del zero[key]
     if refused:
         lines = refused if len(refused) == 1 else [f"{len(refused)} keys must change", *refused]
@@ -258,7 +354,11 @@ def load_machine_settings(path: Path) -> MachineSettings:
         checkpoint_on_cpu=checkpointing.get("cpu_checkpointing", False),
         zero_init=zero.get("zero_init", False),
         shard_group_size=zero.get("zero_hpz_partition_size"),
-        raw={"zero_optimization": zero, "bf16": {"enabled": bf16}, "activation_checkpointing": checkpointing},
+        raw={
+            "zero_optimization": zero,
+            "bf16": {"enabled": bf16},
+            "activation_checkpointing": checkpointing,
+        },
     )
 
 
@@ -279,7 +379,9 @@ def _find_auto(value: Any, where: str) -> Iterator[str]:
 
 def resolve(machine: MachineSettings, *, micro_batch_size: int, world_size: int) -> dict[str, Any]:
     """The full dictionary for DeepSpeed: the machine's keys and every recipe-owned key, defaults included."""
-    zero = {key: value for key, value in machine.raw["zero_optimization"].items() if key != "zero_init"}  # ours
+    zero = {
+        key: value for key, value in machine.raw["zero_optimization"].items() if key != "zero_init"
+    }  # ours
     if machine.stage == 3:
         # No weight gradient is DeepSpeed's business: no buffer of 5e8 elements for them, and no linear that computes them.
         zero |= {"contiguous_gradients": False, "memory_efficient_linear": False}

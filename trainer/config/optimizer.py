@@ -5,7 +5,14 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from privacy.limits import MAX_COUNT
@@ -28,7 +35,9 @@ def did_you_mean(wrong: object, known: Iterable[str]) -> str:
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a key is, or None for a value."""
     options = (field.annotation, *get_args(field.annotation))
-    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next(
+        (one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None
+    )
 
 
 def key_lines(section: type[BaseModel], prefix: str = "") -> list[str]:
@@ -38,10 +47,18 @@ def key_lines(section: type[BaseModel], prefix: str = "") -> list[str]:
         if (inner := section_of(field)) is not None:
             lines += key_lines(inner, f"{prefix}{name}.")
             continue
-        default = "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True))
+        default = (
+            "required"
+            if field.is_required()
+            else json.dumps(field.get_default(call_default_factory=True))
+        )
         others = [json.dumps(one) for one in get_args(field.annotation) if isinstance(one, str)]
         default = " | ".join(dict.fromkeys([default.replace("null", "not set"), *others]))
-        lines.append(f"{prefix}{name} ({default}): {' '.join((field.description or '').split())}".removesuffix(": "))
+        lines.append(
+            f"{prefix}{name} ({default}): {' '.join((field.description or '').split())}".removesuffix(
+                ": "
+            )
+        )
     return lines
 
 
@@ -104,7 +121,9 @@ class ScheduleSection(Section):
     @model_validator(mode="after")
     def _decay_follows_warmup(self) -> "ScheduleSection":
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(f"decay_steps {self.decay_steps} must be more than warmup_steps {self.warmup_steps}")
+            raise ValueError(
+                f"decay_steps {self.decay_steps} must be more than warmup_steps {self.warmup_steps}"
+            )
         return self
 
 

@@ -53,7 +53,9 @@ class Options(BaseModel):
         ValidationError: an unknown option, or a value that is refused; on the command line a ConfigError of one line.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
     GROUP: ClassVar[str | None] = None
     ONE_OF: ClassVar[tuple[str, ...]] = ()
 
@@ -74,7 +76,11 @@ def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
     one_of = parser.add_mutually_exclusive_group(required=True) if model.ONE_OF else None
     added: set[str] = set()
     for owner in model.__mro__:
-        names = [name for name in inspect.get_annotations(owner) if name in model.model_fields and name not in added]
+        names = [
+            name
+            for name in inspect.get_annotations(owner)
+            if name in model.model_fields and name not in added
+        ]
         group = vars(owner).get("GROUP")
         target = parser.add_argument_group(group) if names and group else parser
         for name in names:
@@ -90,19 +96,28 @@ def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
 
 def _settings(field: FieldInfo, shown: Shown) -> dict[str, Any]:
     """The arguments of `add_argument` for a field; defaults stay in the model."""
-    settings: dict[str, Any] = {"help": (field.description or "").replace("%", "%%"), "default": argparse.SUPPRESS}
+    settings: dict[str, Any] = {
+        "help": (field.description or "").replace("%", "%%"),
+        "default": argparse.SUPPRESS,
+    }
     parts = get_args(field.annotation)
     is_optional = NoneType in parts
     kind = next(part for part in parts if part is not NoneType) if is_optional else field.annotation
     if kind is bool:
-        return settings | {"action": argparse.BooleanOptionalAction if is_optional else "store_true"}
+        return settings | {
+            "action": argparse.BooleanOptionalAction if is_optional else "store_true"
+        }
     settings["metavar"] = shown.metavar
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
         may_be_empty = is_optional or (shown.is_positional and not field.is_required())
-        settings |= {"action": "append"} if shown.is_repeated else {"nargs": "*" if may_be_empty else "+"}
-    return settings | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": kind})
+        settings |= (
+            {"action": "append"} if shown.is_repeated else {"nargs": "*" if may_be_empty else "+"}
+        )
+    return settings | (
+        {"choices": get_args(kind)} if get_origin(kind) is Literal else {"type": kind}
+    )
 
 
 def parse_options(
@@ -121,7 +136,9 @@ def parse_options(
     model: type[Options] = parsed.model_of_options
     names = {field.alias or name for name, field in model.model_fields.items()}
     try:
-        return model.model_validate({name: value for name, value in vars(parsed).items() if name in names})
+        return model.model_validate(
+            {name: value for name, value in vars(parsed).items() if name in names}
+        )
     except ValidationError as error:
         from privacy.plan_request import in_plain_words  # imports what no parser needs
 
@@ -167,7 +184,11 @@ def require_folders(options: Options) -> None:
     if "canaries" in given and not given["canaries"].is_dir():
         raise ConfigError(f"canaries folder {given['canaries']} does not exist")
     path = given.get("checkpoint")
-    if path is not None and not (path / "manifest.json").is_file() and not (path / "checkpoints").is_dir():
+    if (
+        path is not None
+        and not (path / "manifest.json").is_file()
+        and not (path / "checkpoints").is_dir()
+    ):
         raise ConfigError(
             f"{path} is neither a checkpoint nor a run folder with one; export.py --import makes one of exported weights"
         )

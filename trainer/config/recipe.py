@@ -171,22 +171,32 @@ class PrivacySection(Section, Choices, AdaptiveKeys):
             for one in named.values():
                 for key in one.keys if one is not chosen[kind] else ():
                     if getattr(self, key) != type(self).model_fields[key].default:
-                        raise ValueError(f"{key} is for {one.setting}: remove {key}, or choose that")
+                        raise ValueError(
+                            f"{key} is for {one.setting}: remove {key}, or choose that"
+                        )
         return self
 
     @property
     def adaptive_clipping(self) -> AdaptiveClipping | None:
         """The constants of adaptive clipping; None where C is constant."""
-        return self.constants(self.expected_batch_size) if self.clipping_function == "adaptive" else None
+        return (
+            self.constants(self.expected_batch_size)
+            if self.clipping_function == "adaptive"
+            else None
+        )
 
     def request(self, num_steps: int, num_examples: int) -> PlanRequest:
         """What these keys ask for on a data set: capped batches, slack and reserve."""
-        simulation = ("a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",)
+        simulation = (
+            "a TAN simulation: the noise of a larger batch, scaled down (privacy.simulation = true)",
+        )
         asked = {field.name for field in fields(PlanRequest)} & type(self).model_fields.keys()
         arithmetic = OPTIONS["arithmetic"][self.arithmetic]
         assert isinstance(arithmetic, Arithmetic)
         derived = {
-            "clipping_function": "flat" if self.clipping_function == "adaptive" else self.clipping_function,
+            "clipping_function": "flat"
+            if self.clipping_function == "adaptive"
+            else self.clipping_function,
             "adaptive_clipping": self.adaptive_clipping,
             "sensitivity_slack": arithmetic.slack,
             "informal_reasons": simulation if self.simulation else (),
@@ -244,12 +254,19 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
     """A recipe with overrides; one that names other data resets what the recipe declares of its own (contract 12)."""
-    tree, changes = read_toml(recipe, "recipe", "see recipes/ for the shipped ones"), dict[str, Any]()
+    tree, changes = (
+        read_toml(recipe, "recipe", "see recipes/ for the shipped ones"),
+        dict[str, Any](),
+    )
     written_tree = copy.deepcopy(tree)
     keys = [override.partition("=")[0] for override in overrides]
     for key, override in zip(keys, overrides, strict=True):
-        if keys.count(key) > 1:  # an unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost
-            raise ConfigError(f"override {key} is given more than once; quote patterns, or put them into the recipe")
+        if (
+            keys.count(key) > 1
+        ):  # an unquoted {0..9} becomes ten overrides in a shell, of which nine would be lost
+            raise ConfigError(
+                f"override {key} is given more than once; quote patterns, or put them into the recipe"
+            )
         _apply(tree, override)
         _apply(changes, override)
     reset = []
@@ -280,12 +297,16 @@ def validated(kind: type[SectionKind], tree: Mapping[str, Any], where: str) -> S
             for part in first["loc"][:-1]:
                 field = section.model_fields.get(str(part)) if section is not None else None
                 section = section_of(field) if field is not None else None
-            line = f"unknown key {key}" + did_you_mean(first["loc"][-1], section.model_fields if section else ())
+            line = f"unknown key {key}" + did_you_mean(
+                first["loc"][-1], section.model_fields if section else ()
+            )
         elif first["type"] == "missing":
             line = f"key {key} is missing"
         else:
             if first["type"] == "literal_error":
-                message += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
+                message += did_you_mean(
+                    first["input"], re.findall("'([^']+)'", first["ctx"]["expected"])
+                )
             line = f"{key}: {message}" if key else message
         raise ConfigError(f"{where}: {line}") from error
 
@@ -309,5 +330,7 @@ def to_toml(config: RunConfig) -> str:
     for name, section in sections.items():
         if section is not None:
             lines += ["", f"[{name}]"]
-            lines += [f"{key} = {written(value)}" for key, value in section.items() if value is not None]
+            lines += [
+                f"{key} = {written(value)}" for key, value in section.items() if value is not None
+            ]
     return "\n".join(lines) + "\n"

@@ -28,21 +28,27 @@ def require_supported(name: EngineName, machine: MachineSettings, world_size: in
             f"{where}.zero_hpz_partition_size (groups of ranks that each hold the whole model) needs --engine fsdp, not {name}"
         )
     if ranks is not None and world_size % ranks != 0:
-        raise ConfigError(f"{where}.zero_hpz_partition_size {ranks} must divide the {world_size} ranks")
+        raise ConfigError(
+            f"{where}.zero_hpz_partition_size {ranks} must divide the {world_size} ranks"
+        )
     if name == "fairscale" and machine.stage == 3:
         raise ConfigError(
             f"{where}.stage 3 is refused with --engine fairscale: its FullyShardedDataParallel waits for gradients that "
             "per-example clipping never makes; use stage 1 (OSS), or --engine fsdp"
         )
     if name == "fairscale" and machine.offload_optimizer:
-        raise ConfigError(f"{where}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp")
+        raise ConfigError(
+            f"{where}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp"
+        )
     if name == "fsdp" and machine.offload_optimizer and not machine.offload_param:
         raise ConfigError(
             f"{where}.offload_optimizer: FSDP2 keeps weights and optimizer states in one place; add offload_param (stage 3), "
             "or remove it"
         )
     if name == "local" and (machine.offload_optimizer or machine.offload_param):
-        raise ConfigError(f"ds_config {machine.path}: engine local cannot offload; use --engine deepspeed")
+        raise ConfigError(
+            f"ds_config {machine.path}: engine local cannot offload; use --engine deepspeed"
+        )
 
 
 def sharder(
@@ -51,7 +57,9 @@ def sharder(
     """Shards a model's modules one by one while it is built, where the ds_config asks for that (`zero_init`); else None."""
     if not machine.zero_init:
         return None
-    require_supported(name, machine, 1)  # no engine that builds in shards cares how many ranks there are
+    require_supported(
+        name, machine, 1
+    )  # no engine that builds in shards cares how many ranks there are
     from trainer.engines.deepspeed import module_sharder
 
     return module_sharder(machine, device, micro_batch_size)

@@ -58,7 +58,9 @@ def checkpoint_blocks(module: nn.Module, machine: MachineSettings) -> None:
             f"repeated modules; {type(module).__name__} has none: remove the key"
         )
     for block in blocks:
-        block.__class__ = type(f"Checkpointed{type(block).__name__}", (_Checkpointed, type(block)), {})
+        block.__class__ = type(
+            f"Checkpointed{type(block).__name__}", (_Checkpointed, type(block)), {}
+        )
         block.inputs_on_cpu = machine.checkpoint_on_cpu  # type: ignore[assignment]
 
 
@@ -101,7 +103,9 @@ def compile_blocks(module: nn.Module) -> None:
 def require_compiler(device: torch.device) -> None:
     """Requires what torch's default backend needs: a C++ compiler for CPU kernels, Triton and a C compiler for CUDA ones."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ConfigError("train.compile needs Triton on CUDA, which CUDA builds of torch bring: install torch anew")
+        raise ConfigError(
+            "train.compile needs Triton on CUDA, which CUDA builds of torch bring: install torch anew"
+        )
     names = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
     if device.type == "cuda":
         names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "cc", "clang"]

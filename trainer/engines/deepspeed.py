@@ -52,19 +52,31 @@ class DeepSpeedEngine:
     ) -> None:
         checkpoint_blocks(module, machine)
         _start()
-        self._parameters: dict[str, Any] = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()}
+        self._parameters: dict[str, Any] = {
+            name: p for name, p in module.named_parameters() if p.requires_grad
+        }
+        self.shapes = {
+            name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters.items()
+        }
         groups = parameter_groups(self._parameters.items(), self.shapes, optimizer)
-        self.layout = layout_of("deepspeed", self.shapes, optimizer, machine, collectives.world_size())
-        masters: dict[Piece, Tensor] = {}  # a copy of what this rank owns of the weights, before DeepSpeed casts them
+        self.layout = layout_of(
+            "deepspeed", self.shapes, optimizer, machine, collectives.world_size()
+        )
+        masters: dict[
+            Piece, Tensor
+        ] = {}  # a copy of what this rank owns of the weights, before DeepSpeed casts them
         for piece in self.layout.owned_by(collectives.rank()):
             parameter = self._parameters[piece.name]
             if hasattr(parameter, "ds_tensor"):
                 masters[piece] = parameter.__dict__.pop(_FP32)[: piece.length]
             else:
                 whole = parameter.detach().flatten()
-                masters[piece] = whole[piece.offset : piece.offset + piece.length].to("cpu", copy=True)
-        config = resolve(machine, micro_batch_size=micro_batch_size, world_size=collectives.world_size())
+                masters[piece] = whole[piece.offset : piece.offset + piece.length].to(
+                    "cpu", copy=True
+                )
+        config = resolve(
+            machine, micro_batch_size=micro_batch_size, world_size=collectives.world_size()
+        )
         self._engine, *_ = deepspeed.initialize(
             model=module.to(device), optimizer=make_optimizer(groups, optimizer), config=config
         )
@@ -76,7 +88,9 @@ class DeepSpeedEngine:
         _read_back(self._engine, machine, micro_batch_size)
         self._zero = self._engine.optimizer
         self._spans = list(_find_spans(self._zero, self._stage, self._parameters, self.shapes))
-        require_dealt(self.layout, collectives.rank(), [span.piece for span in self._spans], "DeepSpeed")
+        require_dealt(
+            self.layout, collectives.rank(), [span.piece for span in self._spans], "DeepSpeed"
+        )
         for span in self._spans:  # DeepSpeed begins with the weights that it has rounded to bf16
             flat = self._flat_partitions()[span.group]
             flat_part(flat, span.start, span.piece.length).copy_(masters[span.piece])
@@ -87,14 +101,19 @@ class DeepSpeedEngine:
             shards.clear()  # so that each is freed once its values are taken
             self._zero.independent_gradient_partition_epilogue()
             for name, parameter in self._parameters.items():
-                padded = torch.zeros(parameter.ds_tensor.numel(), dtype=torch.float32, device=self.device)
+                padded = torch.zeros(
+                    parameter.ds_tensor.numel(), dtype=torch.float32, device=self.device
+                )
                 if name in values:
                     padded[: values[name].numel()] = values[name]
                     del values[name]
                 safe_set_local_grad(parameter, padded)
         else:
             # Offloaded partitions have a gradient buffer of their own in host memory; the others take a new one.
-            flats = [torch.zeros_like(p) if p.grad is None else p.grad.zero_() for p in self._flat_partitions()]
+            flats = [
+                torch.zeros_like(p) if p.grad is None else p.grad.zero_()
+                for p in self._flat_partitions()
+            ]
             for span in reversed(self._spans):
                 flats[span.group][span.start : span.start + span.piece.length] = shards.pop().values
             assert not shards, "each shard has a span"
@@ -103,20 +122,32 @@ class DeepSpeedEngine:
         set_rate(self._zero.param_groups, lr)
         self._engine.step()
         if self._engine.skipped_steps:
-            raise RuntimeError("DeepSpeed skipped a step: its overflow check must never decide about a noised gradient")
+            raise RuntimeError(
+                "DeepSpeed skipped a step: its overflow check must never decide about a noised gradient"
+            )
 
     def _flat_partitions(self) -> list[Tensor]:
         """This rank's flat fp32 master weights, by group."""
         zero = self._zero
-        return list(zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups)
+        return list(
+            zero.fp32_partitioned_groups_flat
+            if self._stage == 3
+            else zero.single_partition_of_fp32_groups
+        )
 
     def state(self) -> Iterator[ShardState]:
         partitions = self._flat_partitions()
         for span in self._spans:
             flat = partitions[span.group]
             stepped = self._zero.optimizer.state.get(flat, {})
-            tensors = {"param": flat, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}
-            yield ShardState(span.piece, {k: flat_part(t, span.start, span.piece.length) for k, t in tensors.items()})
+            tensors = {
+                "param": flat,
+                **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped},
+            }
+            yield ShardState(
+                span.piece,
+                {k: flat_part(t, span.start, span.piece.length) for k, t in tensors.items()},
+            )
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """At stages 1 and 2 the module's own (compute dtype) weights must have been set before the engine was built."""
@@ -130,8 +161,12 @@ class DeepSpeedEngine:
                 flat_part(target, span.start, span.piece.length).copy_(values)
             if self._stage == 3:
                 parameter = self._parameters[span.piece.name]
-                parameter.ds_tensor.data[: span.piece.length].copy_(flat_part(flat, span.start, span.piece.length))
-                if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # a gathered copy of the old weights
+                parameter.ds_tensor.data[: span.piece.length].copy_(
+                    flat_part(flat, span.start, span.piece.length)
+                )
+                if (
+                    parameter.ds_status == ZeroParamStatus.AVAILABLE
+                ):  # a gathered copy of the old weights
                     parameter.partition()
 
 
@@ -139,14 +174,18 @@ def _find_spans(
     zero: Any, stage: int, parameters: Mapping[str, Any], shapes: Mapping[str, torch.Size]
 ) -> Iterator[_Span]:
     for name, parameter in parameters.items():
-        if stage == 3:  # each parameter is cut into equal parts, padded at the end: rank r owns the r-th
+        if (
+            stage == 3
+        ):  # each parameter is cut into equal parts, padded at the end: rank r owns the r-th
             size = parameter.ds_tensor.numel()
             offset = size * collectives.rank()
             length = min(size, shapes[name].numel() - offset)
             if length > 0:
                 group, start, _ = zero.grad_position[zero.get_param_id(parameter)]
                 yield _Span(Piece(name, offset, length), group, start)
-        elif parameter._hp_mapping is not None:  # a parameter may straddle the borders of two ranks' partitions
+        elif (
+            parameter._hp_mapping is not None
+        ):  # a parameter may straddle the borders of two ranks' partitions
             mapping = parameter._hp_mapping
             low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
             yield _Span(Piece(name, low.start, low.numel), mapping.param_group_index, high.start)
@@ -165,14 +204,18 @@ def module_sharder(
 
     def shard(module: nn.Module) -> None:
         # Without what an earlier module shares with this one, such as a tied head's weight: that is in shards already.
-        direct = nn.ParameterList(p for p in module.parameters(recurse=False) if not hasattr(p, "ds_tensor"))
+        direct = nn.ParameterList(
+            p for p in module.parameters(recurse=False) if not hasattr(p, "ds_tensor")
+        )
         for parameter in direct:
             part = -(-parameter.numel() // world_size)
             values = parameter.detach().flatten()[rank * part : (rank + 1) * part]
             setattr(parameter, _FP32, values.to("cpu", copy=True))
         direct.to(device, machine.compute_dtype)
         for buffer in module.buffers(recurse=False):
-            buffer.data = buffer.data.to(device, machine.compute_dtype if buffer.is_floating_point() else None)
+            buffer.data = buffer.data.to(
+                device, machine.compute_dtype if buffer.is_floating_point() else None
+            )
         if len(direct) > 0:
             deepspeed.zero.Init(module=direct, config_dict_or_path=config)
 
@@ -197,13 +240,21 @@ def _read_back(engine: Any, machine: MachineSettings, micro_batch_size: int) -> 
     settings: dict[str, tuple[Any, Any]] = {
         "gradient_clipping": (engine.gradient_clipping(), 0.0),
         "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), 1),
-        "train_micro_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), micro_batch_size),
+        "train_micro_batch_size_per_gpu": (
+            engine.train_micro_batch_size_per_gpu(),
+            micro_batch_size,
+        ),
         "zero_optimization.stage": (engine.zero_optimization_stage(), machine.stage),
         "bf16.enabled": (engine.bfloat16_enabled(), machine.compute_dtype == torch.bfloat16),
         "fp16.enabled": (engine.fp16_enabled(), False),
     }
     if machine.stage == 3:
-        settings["data_types.grad_accum_dtype"] = (engine.optimizer.gradient_accumulation_dtype, torch.float32)
+        settings["data_types.grad_accum_dtype"] = (
+            engine.optimizer.gradient_accumulation_dtype,
+            torch.float32,
+        )
     for key, (actual, expected) in settings.items():
         if actual != expected:
-            raise RuntimeError(f"DeepSpeed runs with {key} = {actual}, but {expected} was asked for")
+            raise RuntimeError(
+                f"DeepSpeed runs with {key} = {actual}, but {expected} was asked for"
+            )

@@ -39,7 +39,11 @@ class FairscaleEngine(LocalEngine):
     replicated = False
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
+        self,
+        module: nn.Module,
+        optimizer: OptimizerSection,
+        machine: MachineSettings,
+        device: torch.device,
     ) -> None:
         checkpoint_blocks(module, machine)
         self.device = device
@@ -49,16 +53,22 @@ class FairscaleEngine(LocalEngine):
         self.shapes = {name: p.shape for name, p in trainable.items()}
         self._masters = trainable
         if self.compute_dtype != torch.float32:
-            self._masters = {name: nn.Parameter(p.detach().clone()) for name, p in trainable.items()}
+            self._masters = {
+                name: nn.Parameter(p.detach().clone()) for name, p in trainable.items()
+            }
             self.module.to(self.compute_dtype)
         self._config = optimizer
         groups = parameter_groups(self._masters.items(), self.shapes, optimizer)
         self._oss = OSS(groups, optim=lambda owned: make_optimizer(owned, optimizer))
-        self.layout = layout_of("fairscale", self.shapes, optimizer, machine, collectives.world_size())
+        self.layout = layout_of(
+            "fairscale", self.shapes, optimizer, machine, collectives.world_size()
+        )
         names = {id(master): name for name, master in self._masters.items()}
         for rank, owned_groups in enumerate(self._oss.partition_parameters()):
             dealt = [names[id(master)] for group in owned_groups for master in group["params"]]
-            require_dealt(self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale")
+            require_dealt(
+                self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale"
+            )
         self._optimizer = self._oss.optim
 
     def step(self, shards: list[GradShard], *, lr: float) -> None:

@@ -17,7 +17,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from privacy.clipping.sharded import put_away
 from privacy.step import collectives
@@ -35,7 +40,11 @@ class FsdpEngine:
     replicated = False
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
+        self,
+        module: nn.Module,
+        optimizer: OptimizerSection,
+        machine: MachineSettings,
+        device: torch.device,
     ) -> None:
         world_size = collectives.world_size()
         num_ranks = machine.shard_group_size or world_size  # per replica
@@ -52,15 +61,21 @@ class FsdpEngine:
         self.layout = self._rows.layout
         self._owned = self.layout.owned_by(collectives.rank())
         self._config = optimizer
-        self._optimizer = make_optimizer(parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer)
+        self._optimizer = make_optimizer(
+            parameter_groups(self._locals.items(), self.shapes, optimizer), optimizer
+        )
 
     def step(self, shards: list[GradShard], *, lr: float) -> None:
         put_away(self.module)
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
-                raise RuntimeError(f"a gradient of {name} reached FSDP: only the recorder may see gradients")
+                raise RuntimeError(
+                    f"a gradient of {name} reached FSDP: only the recorder may see gradients"
+                )
             if own_rows(parameter)[0].data_ptr() != self._locals[name].data_ptr():
-                raise RuntimeError(f"FSDP moved its shard of {name}: the optimizer would step on a copy")
+                raise RuntimeError(
+                    f"FSDP moved its shard of {name}: the optimizer would step on a copy"
+                )
         for name, gradient in self._rows.exchange([shard.values for shard in shards]).items():
             self._locals[name].grad = gradient.view_as(self._locals[name])
         set_rate(self._optimizer.param_groups, lr)
@@ -71,8 +86,13 @@ class FsdpEngine:
         for piece in self._owned:
             local, start = self._locals[piece.name], piece.offset - self._rows.starts[piece.name]
             stepped = self._optimizer.state.get(local, {})
-            tensors = {"param": local, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}
-            yield ShardState(piece, {k: flat_part(t, start, piece.length) for k, t in tensors.items()})
+            tensors = {
+                "param": local,
+                **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped},
+            }
+            yield ShardState(
+                piece, {k: flat_part(t, start, piece.length) for k, t in tensors.items()}
+            )
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         put_away(self.module)
@@ -100,10 +120,16 @@ def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     for block in repeated_blocks(module):
         fully_shard(
-            block, mesh=mesh, reshard_after_forward=machine.stage == 3, mp_policy=policy, offload_policy=offload
+            block,
+            mesh=mesh,
+            reshard_after_forward=machine.stage == 3,
+            mp_policy=policy,
+            offload_policy=offload,
         )
     # What is left (embeddings, head) is needed again as soon as the backward begins.
-    root = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    root = fully_shard(
+        module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
+    )
     root.set_reshard_after_backward(machine.stage == 3)
     root.set_requires_gradient_sync(False)
     return module

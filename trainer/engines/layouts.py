@@ -36,7 +36,9 @@ def layout_of(
     match engine:
         case "local":
             return even_layout(shapes, world_size)
-        case "fairscale":  # OSS: group by group, each parameter goes to the rank that has least so far
+        case (
+            "fairscale"
+        ):  # OSS: group by group, each parameter goes to the rank that has least so far
             counts = [0] * world_size
             for names in group_names(shapes, shapes, optimizer).values():
                 for name in names:
@@ -55,13 +57,13 @@ def layout_of(
                     length = min(part, shape.numel() - rank * part)
                     if length > 0:
                         owned.append(Piece(name, rank * part, length))
-        case (
-            "deepspeed"
-        ):  # each group is one flat tensor, cut into equal parts; a rank's pieces are in the model's order
+        case "deepspeed":  # each group is one flat tensor, cut into equal parts; a rank's pieces are in the model's order
             for names in group_names(shapes, shapes, optimizer).values():
                 group = [Piece(name, 0, shapes[name].numel()) for name in names]
                 part = flat_partition(sum(piece.length for piece in group), world_size)
-                for owned, run in zip(pieces, runs(group, [part * r for r in range(world_size + 1)]), strict=True):
+                for owned, run in zip(
+                    pieces, runs(group, [part * r for r in range(world_size + 1)]), strict=True
+                ):
                     owned += run
             order = {name: number for number, name in enumerate(shapes)}
             pieces = [sorted(owned, key=lambda piece: order[piece.name]) for owned in pieces]
@@ -76,7 +78,9 @@ def require_dealt(layout: ShardLayout, rank: int, dealt: Sequence[Piece], librar
     """
     for planned, real in zip(layout.owned_by(rank), dealt, strict=False):
         if planned != real:
-            raise RuntimeError(f"{library} gave {real} to rank {rank}, where {planned} was expected")
+            raise RuntimeError(
+                f"{library} gave {real} to rank {rank}, where {planned} was expected"
+            )
     if len(dealt) != len(layout.owned_by(rank)):
         raise RuntimeError(
             f"{library} gave {len(dealt)} pieces to rank {rank}, where {len(layout.owned_by(rank))} were expected"

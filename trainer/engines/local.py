@@ -25,7 +25,11 @@ class LocalEngine:
     replicated = True
 
     def __init__(
-        self, module: nn.Module, optimizer: OptimizerSection, machine: MachineSettings, device: torch.device
+        self,
+        module: nn.Module,
+        optimizer: OptimizerSection,
+        machine: MachineSettings,
+        device: torch.device,
     ) -> None:
         checkpoint_blocks(module, machine)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -34,17 +38,23 @@ class LocalEngine:
         self.device = device
         self.compute_dtype = machine.compute_dtype
         self._masters = {
-            name: nn.Parameter(p.detach().to(device, torch.promote_types(p.dtype, torch.float32), copy=True))
+            name: nn.Parameter(
+                p.detach().to(device, torch.promote_types(p.dtype, torch.float32), copy=True)
+            )
             for name, p in trainable.items()
         }
         wide = next(iter(self._masters.values())).dtype
         self.module = module.to(device, self.compute_dtype if wide == torch.float32 else wide)
         self._config = optimizer
-        self._optimizer = make_optimizer(parameter_groups(self._masters.items(), self.shapes, optimizer), optimizer)
+        self._optimizer = make_optimizer(
+            parameter_groups(self._masters.items(), self.shapes, optimizer), optimizer
+        )
 
     def step(self, shards: list[GradShard], *, lr: float) -> None:
         dtype = next(iter(self._masters.values())).dtype
-        for name, gradient in gather_from_owners(shards, self.layout, self.shapes, dtype, self.device).items():
+        for name, gradient in gather_from_owners(
+            shards, self.layout, self.shapes, dtype, self.device
+        ).items():
             self._masters[name].grad = gradient
         set_rate(self._optimizer.param_groups, lr)
         self._optimizer.step()
@@ -61,13 +71,20 @@ class LocalEngine:
         for piece in self.layout.owned_by(collectives.rank()):
             master = self._masters[piece.name]
             stepped = self._optimizer.state.get(master, {})
-            tensors = {"param": master, **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped}}
-            yield ShardState(piece, {k: flat_part(t, piece.offset, piece.length) for k, t in tensors.items()})
+            tensors = {
+                "param": master,
+                **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped},
+            }
+            yield ShardState(
+                piece, {k: flat_part(t, piece.offset, piece.length) for k, t in tensors.items()}
+            )
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
         """Takes all coordinates, since every rank holds everything."""
         for name in {piece.name for piece in states}:
-            self._optimizer.state[self._masters[name]] = fresh_state(self._config, self._masters[name], num_steps)
+            self._optimizer.state[self._masters[name]] = fresh_state(
+                self._config, self._masters[name], num_steps
+            )
         for piece, tensors in states.items():
             master = self._masters[piece.name]
             for key, values in tensors.items():

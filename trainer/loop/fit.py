@@ -26,7 +26,9 @@ def fit(training: Training) -> int:
     if evaluates and (run.step == 0 or (is_trained and not around.reporter.has_heldout(run.step))):
         around.reporter.heldout(run.step)
     for _ in run.steps(around):
-        if evaluates and run.step == train.num_steps:  # saved already, and not yet ended in the ledger
+        if (
+            evaluates and run.step == train.num_steps
+        ):  # saved already, and not yet ended in the ledger
             around.end_trace()
             around.reporter.heldout(run.step)
     around.close()
@@ -54,14 +56,19 @@ class _Around(Watcher):
             abandon=lambda: distributed.abandon(words, STOPPED_EARLY),
         )
         # A step may be dropped until its intent where no collective comes before it.
-        self._may_drop = holds_whole_weights(run.parts.engine) and not run.parts.clipped.leaves_process
+        self._may_drop = (
+            holds_whole_weights(run.parts.engine) and not run.parts.clipped.leaves_process
+        )
 
     def before(self, step: int) -> bool:
         self._began = clock.now()  # the wait for data is in a step's time
         return self._requests.pending()
 
     def take(
-        self, plan: Dealt, batches: Iterator[MicroBatch], step: Callable[[Iterator[MicroBatch]], StepRecord]
+        self,
+        plan: Dealt,
+        batches: Iterator[MicroBatch],
+        step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
         self._profile(plan.step)
         distributed.note_progress(plan.step)
@@ -87,7 +94,10 @@ class _Around(Watcher):
             return
         self._traced.append(step)
         if self._trace is None:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            activities = [
+                ProfilerActivity.CPU,
+                *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+            ]
             self._trace = profile(activities=activities)
             self._trace.start()
 

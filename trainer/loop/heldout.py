@@ -39,7 +39,12 @@ class Heldout:
     """
 
     def __init__(
-        self, table: ExampleTable, task: TrainingTask, *, num_examples: int | None, micro_batch_size: int
+        self,
+        table: ExampleTable,
+        task: TrainingTask,
+        *,
+        num_examples: int | None,
+        micro_batch_size: int,
     ) -> None:
         self.table = table
         self._task, self.loss_name = task, task.loss_name
@@ -48,14 +53,18 @@ class Heldout:
         self._micro_batch_size = micro_batch_size
         self._blind: dict[str, float] | None = None
 
-    def results(self, engine: Engine, average: WeightAverage | None, num_samples: int) -> Private[HeldoutResults]:
+    def results(
+        self, engine: Engine, average: WeightAverage | None, num_samples: int
+    ) -> Private[HeldoutResults]:
         """All that a run says about held-out data; private until somebody declares the data public."""
         means, baselines = self.means_and_baselines(engine)
         loss_of_average = None
         if average is not None and holds_whole_weights(engine):
             with average.in_use():
                 loss_of_average = self.loss(engine)
-        return Private(HeldoutResults(means, baselines, loss_of_average, self.samples(engine, num_samples)))
+        return Private(
+            HeldoutResults(means, baselines, loss_of_average, self.samples(engine, num_samples))
+        )
 
     def loss(self, engine: Engine) -> float:
         """Mean over held-out examples of the model's own loss (captions: nats per token, averaged within a caption first)."""
@@ -73,10 +82,15 @@ class Heldout:
         if baseline is not None:
             self._blind = baseline.values()
         shuffled = means.pop("shuffled_loss", math.nan)
-        return means, {**(self._blind or {}), **({} if math.isnan(shuffled) else {"shuffled_loss": shuffled})}
+        return means, {
+            **(self._blind or {}),
+            **({} if math.isnan(shuffled) else {"shuffled_loss": shuffled}),
+        }
 
     @torch.no_grad()
-    def _means(self, engine: Engine, swapped: str | None, baseline: BlindBaseline | None = None) -> dict[str, float]:
+    def _means(
+        self, engine: Engine, swapped: str | None, baseline: BlindBaseline | None = None
+    ) -> dict[str, float]:
         """Means over examples; with the name of an input, also of the loss where pairs of examples have exchanged it."""
         was_training = engine.module.training
         engine.module.eval()
@@ -87,12 +101,19 @@ class Heldout:
             sums[name] = sums.get(name, torch.zeros_like(part)) + part
 
         batches = eval_batches(
-            self.table, self._make_example, self._micro_batch_size, collectives.rank(), collectives.world_size(),
-            num_examples=self._num_examples, paired=True,
-        )  # fmt: skip
+            self.table,
+            self._make_example,
+            self._micro_batch_size,
+            collectives.rank(),
+            collectives.world_size(),
+            num_examples=self._num_examples,
+            paired=True,
+        )
         for batch in batches:
             known_B = ~batch.is_padding_B
-            for name, value_B in self._task.heldout_values(engine, to_device(batch.inputs, engine)).items():
+            for name, value_B in self._task.heldout_values(
+                engine, to_device(batch.inputs, engine)
+            ).items():
                 add(name, value_B, known_B)
             if baseline is not None:
                 baseline.add(batch.inputs, batch.is_padding_B)
@@ -109,6 +130,8 @@ class Heldout:
         """The model's work on the first `count` held-out examples, made by all ranks alike; None if none can be decoded."""
         if count == 0:
             return None
-        first = eval_batches(self.table, self._make_example, self._micro_batch_size, num_examples=count)
+        first = eval_batches(
+            self.table, self._make_example, self._micro_batch_size, num_examples=count
+        )
         made = self._task.samples(engine, first)
         return made if made.picture_HWC.size > 0 else None

@@ -65,15 +65,25 @@ class _Sinks(Generic[Number, Text, Picture]):
         self._lines.write(torn_line_end(self._lines.fileno()).decode())
         board = folder / "tensorboard"
         board.mkdir(parents=True, exist_ok=True)
-        numbers = [int(path.suffix[1:]) for path in board.glob("events.out.tfevents.*") if path.suffix[1:].isdigit()]
-        self._events = (board / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}").open("xb")
+        numbers = [
+            int(path.suffix[1:])
+            for path in board.glob("events.out.tfevents.*")
+            if path.suffix[1:].isdigit()
+        ]
+        self._events = (board / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}").open(
+            "xb"
+        )
         self._summary: Any = summary
         self._event: Any = Event
         self._records: Any = RecordWriter(self._events)
         self._write_event(wall_time=0.0, file_version="brain.Event:2")
         if session is not None:
             first = session.step + 1 if session.step > 0 else 0
-            self._write_event(wall_time=self._time(first), step=first, session_log=SessionLog(status=SessionLog.START))
+            self._write_event(
+                wall_time=self._time(first),
+                step=first,
+                session_log=SessionLog(status=SessionLog.START),
+            )
 
     def close(self) -> None:
         self._lines.close()
@@ -89,7 +99,10 @@ class _Sinks(Generic[Number, Text, Picture]):
         if step == 0:  # which is never charged
             return {"step": step, "attempt": self._session.starts}
         before = self._session.attempts.get(step, 0)
-        return {"step": step, "attempt": before if step > self._session.step else max(before - 1, 0)}
+        return {
+            "step": step,
+            "attempt": before if step > self._session.step else max(before - 1, 0),
+        }
 
     def scalars(self, step: int, values: Mapping[str, Number]) -> None:
         """One line, and one TensorBoard scalar per value; names are like `privacy/epsilon`."""
@@ -139,7 +152,10 @@ class PublicMetrics(_Sinks[Public[float], Public[str], Public[np.ndarray]]):
             raise ValueError(
                 f"{name} is not published because {box.because.value}: see PUBLISHED in privacy/boundary.py"
             )
-        if box.because is Reason.SETTINGS and self._settings.setdefault(name, box.value) != box.value:
+        if (
+            box.because is Reason.SETTINGS
+            and self._settings.setdefault(name, box.value) != box.value
+        ):
             raise ValueError(f"{name} is called a setting, and changes from step to step")
         return as_fp32(box.value)
 

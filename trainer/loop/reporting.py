@@ -79,12 +79,18 @@ class ProgressLine:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         """The line at the width that the terminal has now."""
-        yield Text(self._line(f"[{'#' * (10 * self._step // self._total):10}] "), no_wrap=True, overflow="crop")
+        yield Text(
+            self._line(f"[{'#' * (10 * self._step // self._total):10}] "),
+            no_wrap=True,
+            overflow="crop",
+        )
 
     def _line(self, bar: str = "") -> str:
         names = sorted(self._facts, key=lambda name: (*IMPORTANCE, name).index(name))
         facts = [f"{name} {self._facts[name].partition(' (')[0]}" for name in names]
-        return "  ".join([f"step {self._step}/{self._total} {bar}{self._step / self._total:.1%}", *facts])
+        return "  ".join(
+            [f"step {self._step}/{self._total} {bar}{self._step / self._total:.1%}", *facts]
+        )
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         """Shows a finished step; plain lines appear at most every half minute, and for the last step."""
@@ -93,7 +99,9 @@ class ProgressLine:
         self.eta_seconds = (now - self._started) / done * (self._total - step) if done > 0 else None
         eta = "?" if self.eta_seconds is None else str(timedelta(seconds=int(self.eta_seconds)))
         self._step, self._facts = step, {"eta": eta, **facts}
-        if self._live is None and (now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total):
+        if self._live is None and (
+            now - self._printed >= PLAIN_INTERVAL_SECONDS or step == self._total
+        ):
             self._printed = now
             line = self._line()
             print(line if len(line) <= 80 else line[:82].rpartition("  ")[0], flush=True)
@@ -115,16 +123,22 @@ class StepReporter:
         run = training.run
         self._is_main, self._has_warned = collectives.rank() == 0, False
         if self._is_main:
-            session = Session(run.step, run.ledger.attempts if run.plan.enabled else None, run.ledger.starts)
+            session = Session(
+                run.step, run.ledger.attempts if run.plan.enabled else None, run.ledger.starts
+            )
             self._public = PublicMetrics(run.folder.root, session)
             self._private = PrivateMetrics(run.folder.private, session)
             if run.ledger.starts == 0:
-                self._public.text(0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS))
+                self._public.text(
+                    0, "where the training loss is", Public(WHERE_TRAINING_LOSS_IS, Reason.SETTINGS)
+                )
             self._progress = ProgressLine(run.step, training.config.train.num_steps)
 
     def close(self) -> None:
         if self._is_main:
-            self._status({DONE: "done", BUDGET_SPENT: "budget spent"}.get(self._run.outcome or 0, "stopped"))
+            self._status(
+                {DONE: "done", BUDGET_SPENT: "budget spent"}.get(self._run.outcome or 0, "stopped")
+            )
             self._progress.close()
             self._public.close()
             self._private.close()
@@ -138,15 +152,27 @@ class StepReporter:
             return
         claim = self._run.ledger.claim()
         private = self._private_values(record, duration)
-        if step % self._training.config.train.log_every == 0 or step == self._training.config.train.num_steps:
-            public = {"optimizer/lr": record.lr, "optimizer/noised_grad_norm": record.noised_grad_norm, **record.public}
+        if (
+            step % self._training.config.train.log_every == 0
+            or step == self._training.config.train.num_steps
+        ):
+            public = {
+                "optimizer/lr": record.lr,
+                "optimizer/noised_grad_norm": record.noised_grad_norm,
+                **record.public,
+            }
             if claim is not None:
                 public["privacy/epsilon"] = Public(fp32_above(claim[0]), Reason.CHARGED)
-                public["privacy/charged_attempts"] = Public(self._run.ledger.num_charged, Reason.CHARGED)
+                public["privacy/charged_attempts"] = Public(
+                    self._run.ledger.num_charged, Reason.CHARGED
+                )
             self._public.scalars(step, public)
             self._private.scalars(step, private)
         shown = {name: value.inside() for name, value in private.items()}
-        nonfinite, unusable = int(shown["train/nonfinite_examples"]), int(shown["train/undecodable_examples"])
+        nonfinite, unusable = (
+            int(shown["train/nonfinite_examples"]),
+            int(shown["train/undecodable_examples"]),
+        )
         if nonfinite == shown["train/batch_size"] and nonfinite + unusable > 0:
             say(
                 f"warning: step {step} was noise alone: all its {nonfinite + unusable} examples count as zero ({nonfinite} with "
@@ -156,7 +182,12 @@ class StepReporter:
         bound = record.public.get("privacy/clipping_bound")
         plan, norm = self._run.plan, shown["train/mean_grad_norm"]
         largest = plan.max_grad_norm if bound is None else bound.value
-        if plan.enabled and plan.noise_multiplier > 0 and 0 < norm < FAR_BELOW * largest and not self._has_warned:
+        if (
+            plan.enabled
+            and plan.noise_multiplier > 0
+            and 0 < norm < FAR_BELOW * largest
+            and not self._has_warned
+        ):
             self._has_warned = True
             say(
                 f"warning: gradients of step {step} are {norm:.1g} long on average and C is {largest:g}: they vanish in noise "
@@ -169,7 +200,10 @@ class StepReporter:
             "lr": f"{record.lr.value:.1e}",
             "ex/s": f"{shown['performance/examples_per_second']:.0f}",
             "data": f"{shown['performance/data_wait_fraction']:.0%}",
-            **{phase: f"{s.inside() / duration.inside():.0%}" for phase, s in record.seconds.items()},
+            **{
+                phase: f"{s.inside() / duration.inside():.0%}"
+                for phase, s in record.seconds.items()
+            },
             "TFLOP/s": f"{shown['performance/model_flops_per_second'] / 1e12:.2g}",
             **({"mfu": f"{shown['performance/mfu']:.0%}"} if "performance/mfu" in shown else {}),
             "mem": f"{shown['performance/peak_memory_gib']:.1f}G",
@@ -199,14 +233,18 @@ class StepReporter:
             part.write_text(json.dumps(status) + "\n")
             part.replace(file)
 
-    def _private_values(self, record: StepRecord, duration: Private[float]) -> dict[str, Private[float]]:
+    def _private_values(
+        self, record: StepRecord, duration: Private[float]
+    ) -> dict[str, Private[float]]:
         """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
         sums = {name: value.inside() for name, value in record.private.items()}
         count, seconds = max(sums["num_examples"], 1.0), duration.inside()
         device, size = self._run.parts.engine.device, self._run.plan.expected_batch_size
         flops = self._training.flops_per_example * size / collectives.world_size()
         peak_flops = known_peak(device, self._run.parts.engine.compute_dtype)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
         values = {
@@ -222,7 +260,10 @@ class StepReporter:
             "performance/examples_per_second": size / seconds,
             "performance/model_flops_per_second": flops / seconds,
             **({"performance/mfu": flops / seconds / peak_flops} if peak_flops is not None else {}),
-            **{f"performance/{phase}_seconds": taken.inside() for phase, taken in record.seconds.items()},
+            **{
+                f"performance/{phase}_seconds": taken.inside()
+                for phase, taken in record.seconds.items()
+            },
             "performance/communication_bytes": record.communication_bytes.inside(),
             "performance/data_wait_fraction": self._training.loader.data_wait / seconds,
             "performance/peak_memory_gib": peak / 2**30,
@@ -245,13 +286,23 @@ class StepReporter:
             return
         found = results.inside()
         values = found.means | found.baselines
-        words = {"loss": "", "accuracy": ", accuracy", "blind_loss": "; blind", "shuffled_loss": ", shuffled"}
-        numbers = "".join(f"{word} {values[name]:.4f}" for name, word in words.items() if name in values)
+        words = {
+            "loss": "",
+            "accuracy": ", accuracy",
+            "blind_loss": "; blind",
+            "shuffled_loss": ", shuffled",
+        }
+        numbers = "".join(
+            f"{word} {values[name]:.4f}" for name, word in words.items() if name in values
+        )
         lines = [f"held-out {heldout.loss_name} after step {step}:{numbers}"]
         if step == run.plan.num_steps:
             lines += [f"  {line}" for line in learned(found.means, found.baselines)]
             samples = found.samples.lines[:SHOWN_CAPTIONS] if found.samples else ()
-            lines += [f"  model: {generated!r}   reference: {reference!r}" for generated, reference in samples]
+            lines += [
+                f"  model: {generated!r}   reference: {reference!r}"
+                for generated, reference in samples
+            ]
         say(*lines, folds=True)
         if section.is_public:
             write_public(step, Public(found, Reason.DECLARED), self._public, run.folder.evaluation)
@@ -259,12 +310,18 @@ class StepReporter:
             write_private(step, results, self._private, run.folder.private)
 
 
-def write_public(step: int, results: Public[HeldoutResults], metrics: PublicMetrics, folder: Path) -> None:
+def write_public(
+    step: int, results: Public[HeldoutResults], metrics: PublicMetrics, folder: Path
+) -> None:
     """Held-out results where everybody may read them; numbers are rounded to fp32."""
-    _write(step, results.value, metrics, lambda value: Public(value, results.because), folder, as_fp32)
+    _write(
+        step, results.value, metrics, lambda value: Public(value, results.because), folder, as_fp32
+    )
 
 
-def write_private(step: int, results: Private[HeldoutResults], metrics: PrivateMetrics, folder: Path) -> None:
+def write_private(
+    step: int, results: Private[HeldoutResults], metrics: PrivateMetrics, folder: Path
+) -> None:
     """The same inside the trust boundary, in full precision."""
     _write(step, results.inside(), metrics, Private, folder, lambda value: value)
 
@@ -280,13 +337,19 @@ def _write(
     """A line of heldout.jsonl, metrics, and the picture of samples; a start that finds the line writes nothing again."""
     numbers = found.means | found.baselines
     lines = found.samples.lines if found.samples is not None else []
-    line = {**metrics.place(step), **{name: written(value) for name, value in numbers.items()}, "captions": lines}
+    line = {
+        **metrics.place(step),
+        **{name: written(value) for name, value in numbers.items()},
+        "captions": lines,
+    }
     path = folder / "heldout.jsonl"
     with placed(path), path.open("a+") as file:
         file.write(torn_line_end(file.fileno()).decode())
         file.write(json.dumps(line) + "\n")
     average = {} if found.loss_of_average is None else {"loss_of_average": found.loss_of_average}
-    metrics.scalars(step, {f"heldout/{name}": box(value) for name, value in (numbers | average).items()})
+    metrics.scalars(
+        step, {f"heldout/{name}": box(value) for name, value in (numbers | average).items()}
+    )
     if lines:
         markdown = "\n".join(f"* {generated!r} for {reference!r}" for generated, reference in lines)
         metrics.text(step, "heldout/samples", box(markdown))
@@ -311,9 +374,13 @@ def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
     blind, shuffled = baselines.get("blind_loss"), baselines.get("shuffled_loss")
     if blind is not None:
         verdict = f"the loss is {'' if loss < blind else 'not yet '}below that of fixed guesses"
-        others = f", accuracy {baselines['blind_accuracy']:.4f}" if "blind_accuracy" in baselines else ""
+        others = (
+            f", accuracy {baselines['blind_accuracy']:.4f}" if "blind_accuracy" in baselines else ""
+        )
         lines.append(f"without looking: {blind:.4f}{others}; {verdict}")
     if shuffled is not None:
         verdict = "looks" if shuffled > 1.05 * loss else "hardly looks"
-        lines.append(f"with another example's picture: {shuffled:.4f}; the model {verdict} at its pictures")
+        lines.append(
+            f"with another example's picture: {shuffled:.4f}; the model {verdict} at its pictures"
+        )
     return lines

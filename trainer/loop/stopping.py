@@ -32,7 +32,11 @@ MARGIN_SECONDS = 4.0
 
 def heard() -> list[signal.Signals]:
     """The signals that ask this process to stop; a shell has its background jobs ignore SIGINT, and so it stays."""
-    return [number for number in SIGNALS if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN]
+    return [
+        number
+        for number in SIGNALS
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+    ]
 
 
 def end_on_signals(
@@ -88,7 +92,8 @@ class StopRequests:
         self._writer.setblocking(False)
         # The handlers make the signals arrive; their numbers go to the socket at once, whatever the main thread does.
         self._before = {
-            number: signal.signal(number, lambda number, frame: self._signalled.set()) for number in heard()
+            number: signal.signal(number, lambda number, frame: self._signalled.set())
+            for number in heard()
         }
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop requests", daemon=True).start()

@@ -25,7 +25,9 @@ _BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], shapes: Mapping[str, torch.Size], config: OptimizerSection
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    shapes: Mapping[str, torch.Size],
+    config: OptimizerSection,
 ) -> list[dict[str, Any]]:
     """Groups by weight decay and by the part of the rate that they take. Equal order on every rank.
 
@@ -38,7 +40,11 @@ def parameter_groups(
     """
     by_name = dict(parameters)
     return [
-        {"params": [by_name[name] for name in names], "weight_decay": weight_decay, "lr_scale": lr_scale}
+        {
+            "params": [by_name[name] for name in names],
+            "weight_decay": weight_decay,
+            "lr_scale": lr_scale,
+        }
         for (weight_decay, lr_scale), names in group_names(by_name, shapes, config).items()
     ]
 
@@ -83,7 +89,9 @@ def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:
         block = blocks[name]
         if block:
             return depth - int(block[1])
-        return depth + 1 if name.startswith("encoder.") and not name.startswith("encoder.norm.") else 0
+        return (
+            depth + 1 if name.startswith("encoder.") and not name.startswith("encoder.norm.") else 0
+        )
 
     return {name: decay ** height(name) for name in blocks}
 

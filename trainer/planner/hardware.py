@@ -44,7 +44,9 @@ class Gpu:
 
     def reached_flops(self, dtypes: str) -> float:
         """FLOP/s of large products of such operands: matrix units for bf16 alone. (fp64 has them too, at the rate of fp32.)"""
-        return REACHED_BF16 * self.bf16_peak if dtypes == "bfloat16" else REACHED_FP32 * self.fp32_peak
+        return (
+            REACHED_BF16 * self.bf16_peak if dtypes == "bfloat16" else REACHED_FP32 * self.fp32_peak
+        )
 
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.
@@ -54,7 +56,9 @@ class Gpu:
         """
         whole = self.memory * ranks_on_node if self.memory is not None else total_memory(proc)
         if whole is None:
-            raise ConfigError(f"--gpu {self.name}: this machine does not say how much memory it has; name another")
+            raise ConfigError(
+                f"--gpu {self.name}: this machine does not say how much memory it has; name another"
+            )
         return whole // ranks_on_node
 
 

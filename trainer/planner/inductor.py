@@ -58,7 +58,9 @@ def kernels_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Kern
         arguments: tensors of any device, and other hashable values, in lists and tuples; shapes are taken as fixed.
     """
     leaves, tree = tree_flatten(arguments)
-    shapes = (_Shape(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+    shapes = (
+        _Shape(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves
+    )
     return _kernels(function, tree, tuple(shapes))
 
 
@@ -91,19 +93,31 @@ def _kernels(function: Callable[..., Any], tree: TreeSpec, leaves: tuple[Any, ..
 
     def stop(graph: GraphLowering) -> None:
         code = graph.codegen()[0].value
-        found.append(Kernels(code.count(".run(") + code.count("extern_kernels."), graph.count_bytes()[0], code))
+        found.append(
+            Kernels(
+                code.count(".run(") + code.count("extern_kernels."), graph.count_bytes()[0], code
+            )
+        )
         raise _Written
 
     # Inductor calls what torch will rename.
-    with ExitStack() as stack, torch.no_grad(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+    with (
+        ExitStack() as stack,
+        torch.no_grad(),
+        warnings.catch_warnings(action="ignore", category=FutureWarning),
+    ):
         for target, answers in _as_if_there_was_a_gpu().items():
             for name, answer in answers.items():
                 stack.enter_context(mock.patch(f"{target}.{name}", answer))
         stack.enter_context(mock.patch.object(GraphLowering, "_compile_to_module", stop))
-        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, joint_graph_constant_folding=False))
+        stack.enter_context(
+            torch._inductor.config.patch(fx_graph_cache=False, joint_graph_constant_folding=False)
+        )
         stack.enter_context(FakeTensorMode())
         shapes = [leaves[place] for place in places]
-        fake = [torch.empty_strided(s.size, s.stride, dtype=s.dtype, device="cuda:0") for s in shapes]
+        fake = [
+            torch.empty_strided(s.size, s.stride, dtype=s.dtype, device="cuda:0") for s in shapes
+        ]
         try:
             compile_fx(make_fx(pure)(*fake), fake)
         except Exception:  # inductor wraps what stops it

@@ -145,8 +145,14 @@ def rank_memory(
             weights, masters = 0, stepped + -(-frozen // ranks)
             blocks = [sum(p.numel() for p in unit.parameters()) for unit in repeated_blocks(model)]
             # At stage 3 one block computes while another one is fetched ahead.
-            gathered = whole - sum(blocks) + (2 * max(blocks, default=0) if machine.stage == 3 else sum(blocks))
-        case "deepspeed" if machine.stage == 3:  # small parameters stay gathered, and large ones are given up late
+            gathered = (
+                whole
+                - sum(blocks)
+                + (2 * max(blocks, default=0) if machine.stage == 3 else sum(blocks))
+            )
+        case "deepspeed" if (
+            machine.stage == 3
+        ):  # small parameters stay gathered, and large ones are given up late
             zero = machine.raw["zero_optimization"]
             persistent = zero.get("stage3_param_persistence_threshold", PERSISTENT)
             live = zero.get("stage3_max_live_parameters", LIVE)
@@ -173,13 +179,23 @@ def rank_memory(
     # At the end of a logical batch: the reduction with its packing buffer, which frees sums as it makes the gradient; then, with
     # the gradient alone, a draw of noise, or the optimizer with an fp32 gradient and as much scratch memory.
     copies = 2 if on_cpu and world_size > 1 else 1
-    packed = FP64 * copies * min(PACKED_COORDINATES, world_size * owned) if accumulation == "local" else 0
+    packed = (
+        FP64 * copies * min(PACKED_COORDINATES, world_size * owned)
+        if accumulation == "local"
+        else 0
+    )
     # The draw, and its copy or what a thread works on; then chunks become fp64 where they lie.
-    noised = 2 * FP64 * min(MOST_DRAWN, max(piece.length for pieces in layout.pieces for piece in pieces))
+    noised = (
+        2
+        * FP64
+        * min(MOST_DRAWN, max(piece.length for pieces in layout.pieces for piece in pieces))
+    )
     stepping = FP64 * owned + FP32 * (3 if engine == "deepspeed" else 2) * stepped
     if engine == "local":  # whole gradients come in chunks, and what was sent is freed meanwhile
         chunk = min(owned, PACKED_COORDINATES // max(world_size, 4))
-        stepping = max(max(FP64 * owned, FP32 * total) + FP32 * (world_size + 1) * chunk, 2 * FP32 * total)
+        stepping = max(
+            max(FP64 * owned, FP32 * total) + FP32 * (world_size + 1) * chunk, 2 * FP32 * total
+        )
     on_host = 0
     if machine.offload_optimizer or (engine == "fsdp" and machine.offload_param):
         on_host += sum(states.values())
@@ -201,7 +217,9 @@ def rank_memory(
     )
 
 
-def better_mode(needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]) -> tuple[Mode, int | None]:
+def better_mode(
+    needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]
+) -> tuple[Mode, int | None]:
     """The clipping mode, and what two passes need where that was asked for; for a start as for a plan.
 
     Args:
@@ -215,7 +233,9 @@ def better_mode(needed: int, usable: float | None, needed_in_two_passes: Callabl
     return ("two_pass" if less < WORTHWHILE * needed else "bookkeeping"), less
 
 
-def largest_that_fits(peak: Callable[[int], int], available: int, *, limit: int = EXAMPLES_PER_PART) -> int:
+def largest_that_fits(
+    peak: Callable[[int], int], available: int, *, limit: int = EXAMPLES_PER_PART
+) -> int:
     """The largest micro-batch with peak(size) <= available: a multiple of 8 from 8 on; 0 if not even one example fits.
 
     Args:

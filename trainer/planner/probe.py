@@ -51,10 +51,14 @@ def with_fused_attention() -> AbstractContextManager[object]:
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
     """
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    def fused(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False
+    ) -> Any:
         """The kernel that takes every dtype and mask, by its own name: it has a formula for its FLOPs too."""
         if attn_mask is not None:
-            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype).expand(*query.shape[:-1], key.shape[-2])
+            attn_mask = torch.empty_like(attn_mask, dtype=query.dtype).expand(
+                *query.shape[:-1], key.shape[-2]
+            )
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, True, 0.0, is_causal
         )[0]
@@ -73,7 +77,13 @@ class Probe:
     """
 
     def __init__(
-        self, task: TrainingTask, machine: MachineSettings, plan: PrivacyPlan, *, rows: int, weights_of_one_pass: bool
+        self,
+        task: TrainingTask,
+        machine: MachineSettings,
+        plan: PrivacyPlan,
+        *,
+        rows: int,
+        weights_of_one_pass: bool,
     ) -> None:
         self.model = task.skeleton()
         """The model on the meta device, in fp32, without activation checkpointing; for counting."""
@@ -83,10 +93,16 @@ class Probe:
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
         checkpoint_blocks(self.module, replace(machine, checkpoint_on_cpu=False))
 
-        def unlimited(shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> LocalSums:
-            return LocalSums(shapes, replace(grid, rows=None), device)  # micro-batches of every size are tried
+        def unlimited(
+            shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device
+        ) -> LocalSums:
+            return LocalSums(
+                shapes, replace(grid, rows=None), device
+            )  # micro-batches of every size are tried
 
-        self.clipped = plan.clipped_sum(self.module, accumulator=unlimited, rows=rows, self_check=False)
+        self.clipped = plan.clipped_sum(
+            self.module, accumulator=unlimited, rows=rows, self_check=False
+        )
         if weights_of_one_pass:
             self.clipped._keeps_graph = False  # two passes take two forwards
         self.peak = cache(self._peak)  # it is asked again for the same size
@@ -94,7 +110,9 @@ class Probe:
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
         return {
-            name: torch.empty(size, *shape, dtype=self._dtype if dtype.is_floating_point else dtype, device=META)
+            name: torch.empty(
+                size, *shape, dtype=self._dtype if dtype.is_floating_point else dtype, device=META
+            )
             for name, (shape, dtype) in self._rows.items()
         }
 
@@ -128,7 +146,9 @@ class Probe:
 
 def flops_of_an_example(task: TrainingTask) -> int:
     """Operations of one example's forward and backward without privacy, as model FLOPs utilisation counts them."""
-    inputs = {name: torch.empty_like(x, device=META) for name, x in task.synthetic_inputs(1).items()}
+    inputs = {
+        name: torch.empty_like(x, device=META) for name, x in task.synthetic_inputs(1).items()
+    }
     return plain_flops(task.skeleton(), inputs)
 
 
@@ -137,4 +157,6 @@ def plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     inputs = {name: x.float() if x.is_floating_point() else x for name, x in inputs.items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     with with_fused_attention():
-        return count_flops(lambda: torch.autograd.grad(model(**inputs).sum(), trained, allow_unused=True))
+        return count_flops(
+            lambda: torch.autograd.grad(model(**inputs).sum(), trained, allow_unused=True)
+        )

@@ -30,7 +30,13 @@ from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
 from trainer.optimizers import moments
 from trainer.planner.hardware import Gpu
-from trainer.planner.memory import RankMemory, better_mode, largest_that_fits, rank_memory, trained_count
+from trainer.planner.memory import (
+    RankMemory,
+    better_mode,
+    largest_that_fits,
+    rank_memory,
+    trained_count,
+)
 from trainer.planner.probe import Probe, plain_flops
 from trainer.planner.roofline import roofline
 from trainer.tasks import CaptioningTask, TrainingTask, make_task
@@ -89,7 +95,11 @@ def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str
     if config.model.kind != "captioner" or (root / config.data.tokenizer).exists():
         return make_task(config, root), []
     data, size = config.data, config.model.size
-    overrides = {**config.model.overrides, "image_size": data.image_size, "num_tokens": data.num_tokens}
+    overrides = {
+        **config.model.overrides,
+        "image_size": data.image_size,
+        "num_tokens": data.num_tokens,
+    }
     model_config = captioner_config(size, **overrides)
     note = f"there is no {data.tokenizer}: planned with the size's own vocabulary of {model_config.vocab_size:,} words"
     return CaptioningTask(model_config, size, data, root / data.tokenizer), [note]
@@ -122,7 +132,9 @@ def examples(config: RunConfig, root: Path) -> Examples:
     table = None
     if index is not None and (root / index / MANIFEST).exists():  # the shards need not be there
         table = ExampleTable.open(root / index, root, check_shards=False)
-    elif index is None and (own / MANIFEST).exists():  # what `prepare.py index` wrote for this folder
+    elif (
+        index is None and (own / MANIFEST).exists()
+    ):  # what `prepare.py index` wrote for this folder
         shards = find_shards(config.data.shards, root)
         index, table = str(own), ExampleTable.open(own, shards.root)
         table.require_shards(shards)
@@ -141,7 +153,9 @@ def micro_batches(config: RunConfig, count: int, world_size: int, ranks_per_node
     number = num_micro_batches(count, world_size, size)
     if config.data.staging is None or not config.privacy.enabled or ranks_per_node >= world_size:
         return number
-    share = min(count, most_of_share(config.privacy.expected_batch_size * ranks_per_node / world_size))
+    share = min(
+        count, most_of_share(config.privacy.expected_batch_size * ranks_per_node / world_size)
+    )
     return max(number, num_micro_batches(share, ranks_per_node, size))
 
 
@@ -155,7 +169,9 @@ def padding_note(count: int, world_size: int, size: int) -> str | None:
     share = padding(count, world_size, size)
     if share <= WORTH_A_NOTE:
         return None
-    step = 8 if size > 8 else 1  # nothing below a quarter is proposed: kernels would be busy with less
+    step = (
+        8 if size > 8 else 1
+    )  # nothing below a quarter is proposed: kernels would be busy with less
     smaller = range((size - 1) // step * step, max(1, size // 4) - 1, -step)
     remedy = "no train.micro_batch_size a little below does much better"
     for better in smaller:
@@ -202,24 +218,37 @@ def plan_resources(
     if machine.checkpoint_on_cpu:
         notes.append("cpu_checkpointing: the blocks' inputs count as if they stayed on the device")
     if machine.compute_dtype.itemsize < 4:
-        notes.append("activations: the CPU path's, whose fp32 copies of one layer's bf16 tensors CUDA does not make")
+        notes.append(
+            "activations: the CPU path's, whose fp32 copies of one layer's bf16 tensors CUDA does not make"
+        )
     size, expected = config.train.micro_batch_size, config.privacy.expected_batch_size
     count = plan.max_batch_size if plan.enabled else expected
     number = micro_batches(config, count, world_size, cluster.ranks_per_node)
     on_cpu = gpu is not None and gpu.name == "cpu"
     probe, memory = probed(
-        config, machine, engine, task, plan, rows=2 * number * size, world_size=world_size, on_cpu=on_cpu
+        config,
+        machine,
+        engine,
+        task,
+        plan,
+        rows=2 * number * size,
+        world_size=world_size,
+        on_cpu=on_cpu,
     )
     parameters = trained_count(probe.model)
     if (note := padding_note(count, world_size, size)) is not None:
         notes.append(note)
     available = 0 if gpu is None else gpu.memory_per_rank(cluster.ranks_per_node)
     free, top = memory.room(available), memory.on_top
-    mode: Mode = "bookkeeping" if config.privacy.clipping_mode == "auto" else config.privacy.clipping_mode
+    mode: Mode = (
+        "bookkeeping" if config.privacy.clipping_mode == "auto" else config.privacy.clipping_mode
+    )
     if config.privacy.arithmetic == "certified":
         mode = "certified"
     elif config.privacy.clipping_mode == "auto" and gpu is not None:  # as a start would choose
-        mode, _ = better_mode(probe.peak(mode, size) + top, free + top, lambda: probe.peak("two_pass", size) + top)
+        mode, _ = better_mode(
+            probe.peak(mode, size) + top, free + top, lambda: probe.peak("two_pass", size) + top
+        )
     activations, flops = probe.peak(mode, size), probe.flops(mode, size)
     memory = replace(memory, activations=activations)
     sample = min(size, PLAIN_SAMPLE)
@@ -240,7 +269,8 @@ def plan_resources(
             "rows_per_step": number * size * world_size,
             "padding_share": padding(count, world_size, size),
         },
-        "memory": {name: size for name, size in asdict(memory).items() if name != "owned"} | {"peak": memory.peak},
+        "memory": {name: size for name, size in asdict(memory).items() if name != "owned"}
+        | {"peak": memory.peak},
         "compute": {
             "flop_per_example": flops,
             "clipping_flop_ratio": flops * sample / plain_flops(probe.model, probe.inputs(sample)),
@@ -250,7 +280,9 @@ def plan_resources(
             "bytes_per_example": examples.mean_bytes,
             "source": examples.source,
             "bytes_per_step": examples.mean_bytes * expected,
-            "staged_bytes_per_node": staged_bytes(examples, plan.num_examples, world_size, cluster.ranks_per_node),
+            "staged_bytes_per_node": staged_bytes(
+                examples, plan.num_examples, world_size, cluster.ranks_per_node
+            ),
         },
         "notes": notes,
     }
@@ -260,14 +292,20 @@ def plan_resources(
         "device": available,
         "for_activations": free,
         "fits": activations <= free,
-        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free) if whole else None,
+        "largest_micro_batch": largest_that_fits(lambda n: probe.peak(mode, n), free)
+        if whole
+        else None,
     }
     if whole and not on_cpu and mode != "certified":
         probe.clipped.mode = mode
         part = probe.inputs(min(size, EXAMPLES_PER_PART))
         private, plain = roofline(probe.clipped, probe.module, part, gpu)
         result["compute"]["clipping_ratio"] = private.total("seconds") / plain.total("seconds")
-    lattice = LATTICE_BYTES * parameters * number * size / gpu.memory_bandwidth if mode == "certified" else 0.0
+    lattice = (
+        LATTICE_BYTES * parameters * number * size / gpu.memory_bandwidth
+        if mode == "certified"
+        else 0.0
+    )
     peak_rate = gpu.peak(machine.compute_dtype)
     compute = flops * number * size / (peak_rate * cluster.efficiency)
     step = compute + lattice
@@ -298,21 +336,39 @@ def plan_resources(
 
 
 def probed(
-    config: RunConfig, machine: MachineSettings, engine: EngineName, task: TrainingTask, plan: PrivacyPlan, *, rows: int,
-    world_size: int, on_cpu: bool,
-) -> tuple[Probe, RankMemory]:  # fmt: skip
+    config: RunConfig,
+    machine: MachineSettings,
+    engine: EngineName,
+    task: TrainingTask,
+    plan: PrivacyPlan,
+    *,
+    rows: int,
+    world_size: int,
+    on_cpu: bool,
+) -> tuple[Probe, RankMemory]:
     """What answers for micro-batches of any size, and everything else that a rank holds; see the two classes."""
     one_pass = engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
     probe = Probe(task, machine, plan, rows=rows, weights_of_one_pass=one_pass)
     memory = rank_memory(
-        probe.model, engine, machine, config.optimizer, accumulation=config.train.accumulation,
-        world_size=world_size, grid=probe.clipped.grid, average=config.train.ema_decay is not None, on_cpu=on_cpu,
-    )  # fmt: skip
+        probe.model,
+        engine,
+        machine,
+        config.optimizer,
+        accumulation=config.train.accumulation,
+        world_size=world_size,
+        grid=probe.clipped.grid,
+        average=config.train.ema_decay is not None,
+        on_cpu=on_cpu,
+    )
     return probe, memory
 
 
 def allocation(
-    planned: dict[str, Any], config: RunConfig, plan: PrivacyPlan, gpu_price: float | None, gpu_mtbf_hours: float
+    planned: dict[str, Any],
+    config: RunConfig,
+    plan: PrivacyPlan,
+    gpu_price: float | None,
+    gpu_mtbf_hours: float,
 ) -> dict[str, Any]:
     """Hours, GPU-hours and price of a run that fails now and then; JSON-ready.
 
@@ -325,7 +381,11 @@ def allocation(
     hours = plan.num_steps * step / 3600
     every = train.checkpoint_every or max(1, plan.reserved_attempts // 20)
     copies = 1 + len(moments(config.optimizer)) + (train.ema_decay is not None)
-    writing = 4 * (copies * planned["parameters"] + planned["frozen_parameters"]) / CHECKPOINT_BYTES_PER_SECOND
+    writing = (
+        4
+        * (copies * planned["parameters"] + planned["frozen_parameters"])
+        / CHECKPOINT_BYTES_PER_SECOND
+    )
     between = 3600 * gpu_mtbf_hours / ranks
     left = 1 - (every * step / 2 + RESTART_SECONDS) / between
     found: dict[str, Any] = {
@@ -336,7 +396,9 @@ def allocation(
         "hours_with_failures": None,
     }
     if left <= 0:
-        planned["notes"].append("failures: the job fails sooner than it reaches its next checkpoint: save more often")
+        planned["notes"].append(
+            "failures: the job fails sooner than it reaches its next checkpoint: save more often"
+        )
         return found
     total = hours * (1 + writing / (every * step)) / left
     failures = 3600 * total / between

@@ -33,11 +33,24 @@ from trainer.planner.inductor import kernels_of
 from trainer.planner.probe import CLIPPING_FORMULAS, META, with_fused_attention
 
 aten = torch.ops.aten
-LAUNCH_NOTHING = {aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view, aten.promote_types}
+LAUNCH_NOTHING = {
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+    aten._unsafe_view,
+    aten.promote_types,
+}
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, *CLIPPING_FORMULAS}
 OVERWRITES = {aten.copy_, aten.zero_, aten.fill_, aten.random_}
 """In place, but what was there before is not read."""
-FILLS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_like, aten.ones_like, aten.full_like}
+FILLS = {
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+}
 """They take the shape of their input alone."""
 
 
@@ -74,15 +87,23 @@ class OperationCounter(TorchDispatchMode):
         """The sum of one attribute over all rows: "launches", "flops", "seconds"."""
         return sum(getattr(row, what) for row in self.rows.values())
 
-    def add(self, operation: str, operands: list[Tensor], moved: int, flops: int = 0, launches: int = 1) -> None:
+    def add(
+        self, operation: str, operands: list[Tensor], moved: int, flops: int = 0, launches: int = 1
+    ) -> None:
         """Counts one operation, or as much again in each of several launches."""
-        names = {str(x.dtype).removeprefix("torch.") for x in operands if x.is_floating_point() and x.dim() > 0}
+        names = {
+            str(x.dtype).removeprefix("torch.")
+            for x in operands
+            if x.is_floating_point() and x.dim() > 0
+        }
         key = self.part, operation, "+".join(sorted(names))
         row = self.rows.setdefault(key, Row(*key))
         row.launches += launches
         row.flops += launches * flops
         row.moved += launches * moved
-        row.seconds += launches * max(flops / self._gpu.reached_flops(row.dtypes), moved / self._gpu.reached_bandwidth)
+        row.seconds += launches * max(
+            flops / self._gpu.reached_flops(row.dtypes), moved / self._gpu.reached_bandwidth
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +111,10 @@ class OperationCounter(TorchDispatchMode):
         packet = func.overloadpacket
         if self._is_inside_kernel or func.is_view or packet in LAUNCH_NOTHING:
             return out
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        given = (
+            dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+            | kwargs
+        )
         written = [
             given[argument.name]
             for argument in func._schema.arguments
@@ -98,24 +122,36 @@ class OperationCounter(TorchDispatchMode):
         ]
         is_overwritten = packet in OVERWRITES or "out" in kwargs
         skipped = {id(x) for x in tree_leaves(written)} if is_overwritten else set()
-        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) not in skipped]
+        read = [
+            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) not in skipped
+        ]
         read = [] if packet in FILLS else read
         flops = 0
         if packet in CLIPPING_FORMULAS:
-            flops = CLIPPING_FORMULAS[packet](*(x.shape if isinstance(x, Tensor) else x for x in args))
+            flops = CLIPPING_FORMULAS[packet](
+                *(x.shape if isinstance(x, Tensor) else x for x in args)
+            )
         elif packet in flop_registry:
-            shapes = [x for x in args if not isinstance(x, torch.dtype)]  # torch's formulas do not know `out_dtype`
-            flops = flop_registry[packet](*shapes, **{k: x for k, x in kwargs.items() if k != "out"}, out_val=out)
+            shapes = [
+                x for x in args if not isinstance(x, torch.dtype)
+            ]  # torch's formulas do not know `out_dtype`
+            flops = flop_registry[packet](
+                *shapes, **{k: x for k, x in kwargs.items() if k != "out"}, out_val=out
+            )
         # A product's operands decide the unit, and not what it is added to; attention's first one.
         operands = read if flops == 0 else read[-2:] if packet in PRODUCTS else read[:1]
         self.add(packet.__name__, operands, moved_bytes(read, (out, written)), flops)
         return out
 
-    def launch_fused(self, function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool) -> Any:
+    def launch_fused(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool
+    ) -> Any:
         """Stands in for `privacy.clipping.fused.launch`: counts what inductor makes of the function for CUDA."""
         self._is_inside_kernel, before = True, self._is_inside_kernel
         try:
-            made = kernels_of(function, arguments)  # what inductor calls while it traces is launched by nobody
+            made = kernels_of(
+                function, arguments
+            )  # what inductor calls while it traces is launched by nobody
             result = function(*arguments)
         finally:
             self._is_inside_kernel = before
@@ -130,10 +166,19 @@ def moved_bytes(read: list[Tensor], written: Any) -> int:
     """Bytes of different entries: an expanded dimension is one row, and a matrix that meets itself is read once."""
 
     def size(x: Tensor) -> int:
-        return prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0) * x.element_size()
+        return (
+            prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0)
+            * x.element_size()
+        )
 
-    def place(x: Tensor) -> tuple[object, ...]:  # the same for the same entries in memory, transposed or not
-        return x.untyped_storage()._cdata, x.storage_offset(), *sorted(zip(x.shape, x.stride(), strict=True))
+    def place(
+        x: Tensor,
+    ) -> tuple[object, ...]:  # the same for the same entries in memory, transposed or not
+        return (
+            x.untyped_storage()._cdata,
+            x.storage_offset(),
+            *sorted(zip(x.shape, x.stride(), strict=True)),
+        )
 
     made = {id(x): x for x in tree_leaves(written) if isinstance(x, Tensor)}
     return sum(map(size, {place(x): x for x in read}.values())) + sum(map(size, made.values()))
@@ -184,7 +229,11 @@ def count_operations(
         clipped: what the step adds to, whose parts are then told apart: the model, the norms layer by layer, the sums.
     """
     counter = OperationCounter(gpu)
-    with with_fused_attention(), as_on_cuda(counter) if on_cuda else nullcontext(), ExitStack() as stack:
+    with (
+        with_fused_attention(),
+        as_on_cuda(counter) if on_cuda else nullcontext(),
+        ExitStack() as stack,
+    ):
         step()
         counter.rows.clear()
         if clipped is not None:
@@ -216,6 +265,8 @@ def roofline(
         model: on the meta device, in its compute dtype, as are the inputs.
     """
     is_padding_B = torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool, device=META)
-    private = count_operations(lambda: clipped.add_micro_batch(model, inputs, is_padding_B), gpu=gpu, clipped=clipped)
+    private = count_operations(
+        lambda: clipped.add_micro_batch(model, inputs, is_padding_B), gpu=gpu, clipped=clipped
+    )
     clipped.zero_()
     return private, count_operations(lambda: model(**inputs).sum().backward(), gpu=gpu)

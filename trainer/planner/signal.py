@@ -26,7 +26,11 @@ from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 
-LARGEST_THAT_LEARNS: Mapping[str, float] = {"captioner": 0.25, "masked_autoencoder": 0.1, "classifier": 0.8}
+LARGEST_THAT_LEARNS: Mapping[str, float] = {
+    "captioner": 0.25,
+    "masked_autoencoder": 0.1,
+    "classifier": 0.8,
+}
 """Accumulated, by kind of model: what separates small runs that learned from the others best; calibrated on the grid of
 benchmarks/results/2026-11-22-noise-to-signal."""
 PUBLISHED: Mapping[str, tuple[str, float, float]] = {
@@ -61,7 +65,9 @@ class NoiseToSignal:
     kind: str = "captioner"
 
     @classmethod
-    def of(cls, plan: PrivacyPlan, parameters: int, kind: str = "captioner") -> "NoiseToSignal | None":
+    def of(
+        cls, plan: PrivacyPlan, parameters: int, kind: str = "captioner"
+    ) -> "NoiseToSignal | None":
         """That of a plan; None where there is no noise."""
         sigma = plan.noise_multiplier
         if not plan.enabled or sigma == 0:
@@ -91,7 +97,10 @@ class NoiseToSignal:
     @property
     def sentence(self) -> str:
         """What to expect, and from what evidence; more noise never has a better one."""
-        (name, per_step, accumulated), threshold = PUBLISHED[self.kind], LARGEST_THAT_LEARNS[self.kind]
+        (name, per_step, accumulated), threshold = (
+            PUBLISHED[self.kind],
+            LARGEST_THAT_LEARNS[self.kind],
+        )
         if self.per_step <= 2 * per_step and self.accumulated <= 2 * accumulated:
             return f"as published runs, within a factor of two ({name}: {per_step} per step, {accumulated} accumulated)"
         if self.learns:
@@ -115,7 +124,9 @@ class NoiseToSignal:
 
     def as_json(self) -> dict[str, Any]:
         """What `plan.py --json` has under `noise_to_signal`."""
-        found = {name: getattr(self, name) for name in ("per_step", "accumulated", "learns", "sentence")}
+        found = {
+            name: getattr(self, name) for name in ("per_step", "accumulated", "learns", "sentence")
+        }
         return {**asdict(self), **found, "threshold": LARGEST_THAT_LEARNS[self.kind]}
 
 
@@ -150,7 +161,9 @@ def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") ->
         if adaptive is not None:
             adaptive = replace(adaptive, unclipped_num_std=adaptive.unclipped_num_std * size / own)
         steps = max(1, round(computed / size))
-        return replace(request, expected_batch_size=size, num_steps=steps, adaptive_clipping=adaptive)
+        return replace(
+            request, expected_batch_size=size, num_steps=steps, adaptive_clipping=adaptive
+        )
 
     @cache
     def ratio(size: int) -> float:
@@ -181,7 +194,9 @@ def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") ->
         gain = max(0.0, 1 - ratio(2 * size) / ratio(size))
         reason += f"doubling it, with half the steps, lowers the noise by {gain:.1%} only"
     else:
-        reason += f"twice as many are more than the examples, or leave fewer than {FEWEST_STEPS} steps"
+        reason += (
+            f"twice as many are more than the examples, or leave fewer than {FEWEST_STEPS} steps"
+        )
     names = (
         *("expected_batch_size", "num_steps", "noise_multiplier", "target_epsilon", "target_delta"),
         *("num_examples", "epsilon_with_reserve"),

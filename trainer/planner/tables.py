@@ -49,17 +49,29 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row("noise multiplier", f"{result['noise_multiplier']:.4f}", "")
     row("delta", f"{result['delta']:.4g}", "")
     if result["cap"] is not None:
-        row("cap", f"{result['cap']:,}", "larger batches are cut down to it; the claim pays for that")
+        row(
+            "cap",
+            f"{result['cap']:,}",
+            "larger batches are cut down to it; the claim pays for that",
+        )
     for what, value in result["options"]:
         row(what, "", value)
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"
     row(reserve, text("epsilon_with_reserve"), "the most that the run can spend")
-    row("PRV bracket", f"[{text('epsilon_prv_lower', rounded_down)}, {text('epsilon_prv_upper')}]", "without the cap")
+    row(
+        "PRV bracket",
+        f"[{text('epsilon_prv_lower', rounded_down)}, {text('epsilon_prv_upper')}]",
+        "without the cap",
+    )
     row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
     table.add_section()
-    neighbours = ("one example exchanged for another", "two copies or two examples of one person, without the cap", "")
+    neighbours = (
+        "one example exchanged for another",
+        "two copies or two examples of one person, without the cap",
+        "",
+    )
     for name, note in zip(("replace_one", "group_2", "group_5"), neighbours, strict=True):
         if "attack_risk" in result:  # one of the extras, as these are
             note = note if result[name] is not None else "no finite epsilon at this delta"
@@ -74,14 +86,26 @@ def privacy_table(result: dict[str, Any]) -> Table:
     if result.get("choice") is not None:
         chosen = result["choice"]
         table.add_section()
-        row("chosen batch", f"{chosen['expected_batch_size']:,}", f"privacy.expected_batch_size; {chosen['reason']}")
-        row("chosen steps", f"{chosen['num_steps']:,}", "train.num_steps; the learning rate has to follow")
+        row(
+            "chosen batch",
+            f"{chosen['expected_batch_size']:,}",
+            f"privacy.expected_batch_size; {chosen['reason']}",
+        )
+        row(
+            "chosen steps",
+            f"{chosen['num_steps']:,}",
+            "train.num_steps; the learning rate has to follow",
+        )
         note = f"for epsilon {rounded_up(chosen['epsilon_with_reserve'])} with the reserve"
         row("its noise multiplier", f"{chosen['noise_multiplier']:.4f}", note)
         _add_signal(table, chosen["noise_to_signal"])
     if result.get("attack_risk") is not None:
         table.add_section()
-        row("attack advantage", f"{result['attack_risk']['advantage']:.3f}", "most that true exceed false positives")
+        row(
+            "attack advantage",
+            f"{result['attack_risk']['advantage']:.3f}",
+            "most that true exceed false positives",
+        )
         for rate, bound in result["attack_risk"]["true_positive_rates"]:
             row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
     return table
@@ -92,14 +116,18 @@ def _add_signal(table: Table, signal: dict[str, Any]) -> None:
     table.add_section()
     note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
     table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
-    table.add_row("accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}")
+    table.add_row(
+        "accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}"
+    )
 
 
 def resource_table(plan: dict[str, Any]) -> Table:
     """What `plan.py --json` has under `resources`, row by row; see `trainer.planner.resources`."""
     where = f", {plan['gpu']}" if plan["gpu"] else ""
     sharding = f"ZeRO-{plan['zero_stage']}" if plan["engine"] == "deepspeed" else plan["engine"]
-    table = _empty_table(f"Memory and time: {plan['world_size']} ranks, {sharding}, {plan['dtype']}{where}")
+    table = _empty_table(
+        f"Memory and time: {plan['world_size']} ranks, {sharding}, {plan['dtype']}{where}"
+    )
     frozen = f"and {plan['frozen_parameters']:,} frozen" if plan["frozen_parameters"] else ""
     table.add_row("trainable parameters", f"{plan['parameters']:,}", frozen)
     table.add_row("clipping mode", plan["clipping_mode"], f"{plan['accumulation']} accumulation")
@@ -108,7 +136,9 @@ def resource_table(plan: dict[str, Any]) -> Table:
         for key, value in plan.get(section, {}).items():
             if value is not None and (value or key == "fits"):
                 is_size = "bytes" in key or (section == "memory" and key != "largest_micro_batch")
-                table.add_row(key.replace("_", " "), _shown(key, value, is_size), _NOTES.get(key, ""))
+                table.add_row(
+                    key.replace("_", " "), _shown(key, value, is_size), _NOTES.get(key, "")
+                )
     for note in plan["notes"]:
         table.add_row("note", "", note)
     return table

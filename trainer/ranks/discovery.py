@@ -73,9 +73,24 @@ class _Launcher(NamedTuple):
 _SLURM = _Launcher("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_LOCALID",), "SLURM_STEP_ID")
 _LAUNCHERS = (
     _Launcher("RANK", "WORLD_SIZE", ("LOCAL_RANK",), "RANK"),
-    _Launcher("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), "OMPI_COMM_WORLD_RANK"),
-    _Launcher("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), "MV2_COMM_WORLD_RANK"),
-    _Launcher("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"), "PMI_RANK"),
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "OMPI_COMM_WORLD_RANK",
+    ),
+    _Launcher(
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        "MV2_COMM_WORLD_RANK",
+    ),
+    _Launcher(
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        "PMI_RANK",
+    ),
     _SLURM,
 )
 
@@ -86,7 +101,9 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
     Raises:
         ConfigError: several ranks but no meeting point, or a variable that is no number.
     """
-    launchers = (one for one in _LAUNCHERS if {one.rank, one.world_size, one.marker} <= environ.keys())
+    launchers = (
+        one for one in _LAUNCHERS if {one.rank, one.world_size, one.marker} <= environ.keys()
+    )
     launcher = next(launchers, None)
     if launcher is None:
         return Ranks()
@@ -125,7 +142,9 @@ def discover_ranks(environ: Mapping[str, str]) -> Ranks:
             "ranks (Open MPI: mpirun -x MASTER_ADDR=HOST, as launch_scripts/cluster/openmpi.sh does; others: docs/running.md)"
         )
     if not re.fullmatch(r"[\w.:%-]+", address):
-        raise ConfigError(f"MASTER_ADDR is {address!r}: that is neither the name nor the address of a host")
+        raise ConfigError(
+            f"MASTER_ADDR is {address!r}: that is neither the name nor the address of a host"
+        )
     return Ranks(rank, local_rank, world_size, address, port, variables)
 
 
@@ -192,7 +211,9 @@ def _fields(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None] | None = None) -> None:
+def watch(
+    processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None] | None = None
+) -> None:
     """Starts a thread that asks this process to stop, once, when one of `processes` or the console's reader has gone.
 
     From here on, what is printed to a reader that has gone is lost without an error: the run has to save first.
@@ -208,19 +229,33 @@ def watch(processes: Sequence[Process], *, speaks: bool, stop: Callable[[], None
             mode = os.fstat(stream.fileno()).st_mode
         except (OSError, ValueError):  # it is closed, or a stand-in
             continue
-        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):  # launchers between hosts carry what ranks print
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(
+            mode
+        ):  # launchers between hosts carry what ranks print
             watches = True
-            consoles.register(stream.fileno(), 0)  # errors are always reported; nothing is written to find out
+            consoles.register(
+                stream.fileno(), 0
+            )  # errors are always reported; nothing is written to find out
             raw = io.BufferedWriter(_Console(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(raw, stream.encoding, errors="backslashreplace", line_buffering=True))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(
+                    raw, stream.encoding, errors="backslashreplace", line_buffering=True
+                ),
+            )
 
     def look() -> None:
         gone = None
         while gone is None:
             time.sleep(INTERVAL)
             ended = (one for one in processes if not process_state(one.identity))
-            gone = next((f"{one.name}, process {one.identity.split(' ')[2]}" for one in ended), None)
-            if gone is None and any(event & (select.POLLERR | select.POLLHUP) for _, event in consoles.poll(0)):
+            gone = next(
+                (f"{one.name}, process {one.identity.split(' ')[2]}" for one in ended), None
+            )
+            if gone is None and any(
+                event & (select.POLLERR | select.POLLHUP) for _, event in consoles.poll(0)
+            ):
                 gone = "console"
         (stop or (lambda: os.kill(os.getpid(), signal.SIGUSR1)))()
         if speaks:

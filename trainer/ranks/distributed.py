@@ -65,10 +65,14 @@ def start(
     global _heartbeat, _hosts
     compared = {**(settings or {}), "accelerator": device.type}
     try:
-        store, place = find_store(ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds)
+        store, place = find_store(
+            ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds
+        )
         _hosts = [socket.gethostname()]
         if ranks.world_size > 1:
-            _hosts = meet(store, ranks.rank, ranks.world_size, place, rendezvous_seconds, compared, may_differ)
+            _hosts = meet(
+                store, ranks.rank, ranks.world_size, place, rendezvous_seconds, compared, may_differ
+            )
     except RendezvousError as error:
         if ranks.variables and not launcher_processes():  # left over in a shell, for example
             way_out = f"{ranks.variables}, and no launcher has started this process: to train alone, unset them"
@@ -80,7 +84,10 @@ def start(
             lambda: connect(guest, rendezvous_seconds),
             ranks.rank,
             _hosts,
-            processes=[found.decode() for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])],
+            processes=[
+                found.decode()
+                for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])
+            ],
             speaks=ranks.rank == 1 or ranks.local_rank == 0,
             timing=Timing(dead_after=heartbeat_seconds, late_after=20 * heartbeat_seconds),
         )
@@ -138,7 +145,9 @@ def choose_device(local_rank: int) -> torch.device:
     """
     chosen, is_built = os.environ.get("DS_ACCELERATOR"), torch.backends.cuda.is_built()
     if chosen not in (None, "cpu", "cuda"):
-        raise ConfigError(f"DS_ACCELERATOR={chosen}: training runs on cuda or cpu; name one of them, or unset it")
+        raise ConfigError(
+            f"DS_ACCELERATOR={chosen}: training runs on cuda or cpu; name one of them, or unset it"
+        )
     if chosen == "cuda" and not is_built:
         raise ConfigError(
             f"DS_ACCELERATOR=cuda, but torch {torch.__version__} has no CUDA: install a build that has, or unset it to train "
@@ -160,8 +169,12 @@ def where(world_size: int, device: torch.device) -> str:
     """What a run trains on, in words: "2 ranks on 2 hosts (node1, node2), cpu"."""
     hosts, words = list(dict.fromkeys(_hosts)), f"{world_size} rank{'s' if world_size > 1 else ''}"
     if len(hosts) > 1:
-        words += f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})"
-    return f"{words}, {device.type}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "")
+        words += (
+            f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})"
+        )
+    return f"{words}, {device.type}" + (
+        f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    )
 
 
 def export_ranks(ranks: Ranks, device: torch.device) -> None:
@@ -248,13 +261,16 @@ def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
     known = in_one_line(error) or Said(" ".join(str(error).split()), 1)
     # gloo and NCCL raise several types where a collective failed because another rank went away.
     is_broken_connection = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
+        isinstance(error, RuntimeError)
+        and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
     )
     if _heartbeat is not None and is_broken_connection:
         _heartbeat.wait_for_the_cause()
     is_printed = explain()
     if _heartbeat is not None and not isinstance(error, RemoteError):
-        _heartbeat.fail(f"error on rank {_heartbeat.rank}: {known.line}", known.exit_code, is_printed=is_printed)
+        _heartbeat.fail(
+            f"error on rank {_heartbeat.rank}: {known.line}", known.exit_code, is_printed=is_printed
+        )
     quit_now(known.exit_code)
 
 
@@ -272,6 +288,8 @@ def quit_now(exit_code: int) -> NoReturn:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk, or a reader that is gone: nothing is left to print to
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk, or a reader that is gone: nothing is left to print to
             stream.flush()
     os._exit(exit_code)

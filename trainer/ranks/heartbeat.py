@@ -108,7 +108,11 @@ def standing() -> tuple[object, str]:
     while frame is not None:
         code = frame.f_code
         places.append((code, frame.f_lasti))
-        if not words and code.co_filename.startswith(ROOT) and "site-packages" not in code.co_filename:
+        if (
+            not words
+            and code.co_filename.startswith(ROOT)
+            and "site-packages" not in code.co_filename
+        ):
             words = f"{code.co_name} ({code.co_filename.removeprefix(ROOT)}:{frame.f_lineno})"
         frame = frame.f_back
     return places, words or Beat().place
@@ -219,7 +223,9 @@ class Heartbeat:
                 self._mine = Beat(count, self._position, moves, place, wait.what, waited)
                 store.set(f"beat/{self.rank}", json.dumps(self._mine))
                 if self._last_words is not None and not self._posted.is_set():
-                    store.compare_set("verdict", "", json.dumps(self._last_words))  # the first counts
+                    store.compare_set(
+                        "verdict", "", json.dumps(self._last_words)
+                    )  # the first counts
                     self._posted.set()
                 if self._saw_broken_connection:
                     store.set("suspicion", "1")
@@ -236,7 +242,9 @@ class Heartbeat:
                 self._contact = time.monotonic()
             except Exception as error:  # whatever the store raises, the judge decides what it means
                 store, reason = None, str(error).split("\n")[0]
-                if re.search("time ?out|timed out|no answer", reason) is None:  # it may be late, and is asked again
+                if (
+                    re.search("time ?out|timed out|no answer", reason) is None
+                ):  # it may be late, and is asked again
                     self._lost = reason
                     return
             self._wake.wait(self.timing.interval)
@@ -248,7 +256,9 @@ class Heartbeat:
         previous, timing = time.monotonic(), self.timing
         while not self._leaving.wait(timing.interval / 2):
             now = time.monotonic()
-            if now - previous > timing.interval + 5:  # this whole process was stopped: others may not have been silent
+            if (
+                now - previous > timing.interval + 5
+            ):  # this whole process was stopped: others may not have been silent
                 self._contact = self._still_since = now
                 self._beats = {r: (beat, now) for r, (beat, _) in self._beats.items()}
             previous = now
@@ -256,7 +266,9 @@ class Heartbeat:
                 # Another rank has said why; this one ends in silence. The store's host waits until all have read it.
                 verdict = self._verdict
                 if self._last_words is not None:
-                    self._leaving.wait(2 * LINGER)  # `fail` is on its way out, with words of its own
+                    self._leaving.wait(
+                        2 * LINGER
+                    )  # `fail` is on its way out, with words of its own
                 elif self.rank == 0:
                     self._all_know.wait(LINGER)
                 if not self._leaving.is_set():
@@ -273,10 +285,16 @@ class Heartbeat:
 
     def _look_for_the_dead(self, now: float) -> None:
         timing, what = self.timing, "no heartbeat"
-        limit = min(timing.suspect_after, timing.dead_after) if self._suspicion else timing.dead_after
+        limit = (
+            min(timing.suspect_after, timing.dead_after) if self._suspicion else timing.dead_after
+        )
         silence = {r: now - since for r, (_, since) in self._beats.items()}
         if now - self._contact > timing.dead_after:
-            limit, silence, what = timing.dead_after, {0: now - self._contact}, "no answer from the store"
+            limit, silence, what = (
+                timing.dead_after,
+                {0: now - self._contact},
+                "no answer from the store",
+            )
         longest = max(silence.values())
         if longest <= limit:
             self._next_late = limit
@@ -285,7 +303,9 @@ class Heartbeat:
         silent = [r for r in silence if silence[r] > limit - 2 * timing.interval]
         states = {r: "R" if r == self.rank else process_state(self.processes[r]) for r in silent}
         patience = {"": 0.0, "T": timing.stopped_after, "t": timing.stopped_after}
-        given_up = [r for r, state in states.items() if silence[r] > patience.get(state, timing.late_after)]
+        given_up = [
+            r for r, state in states.items() if silence[r] > patience.get(state, timing.late_after)
+        ]
         ranks = given_up or list(states)
         seen, is_stopped = any(states[r] for r in ranks), all(states[r] in patience for r in ranks)
         reason = f"{what} for {longest if seen else limit:.0f} s"
@@ -303,7 +323,11 @@ class Heartbeat:
         beats = {r: beat for r, (beat, _) in self._beats.items()} | {0: self._mine}
         leader = max(beat.position for beat in beats.values())
         if leader > self._leader:
-            self._leader, self._leader_since, self._next_warning = leader, now, self.timing.slow_after
+            self._leader, self._leader_since, self._next_warning = (
+                leader,
+                now,
+                self.timing.slow_after,
+            )
         behind = [r for r, beat in beats.items() if beat.position < leader]
         if behind and now - self._leader_since > self._next_warning:
             waited = f"others wait for {now - self._leader_since:.0f} s (alive)"
@@ -314,14 +338,18 @@ class Heartbeat:
         moves, still = [beat.moves for beat in beats.values()], now - self._still_since
         silence = now - min(since for _, since in self._beats.values())
         is_silent = silence > min(self.timing.dead_after, self.timing.still_after / 2)
-        if moves != self._moves or is_silent:  # who is silent is late or dead, by rules of their own
+        if (
+            moves != self._moves or is_silent
+        ):  # who is silent is late or dead, by rules of their own
             self._longest = self._longest if is_silent else max(self._longest, still)
             self._moves, self._still_since = moves, now
         elif still > max(self.timing.still_after, STILL_TIMES * self._longest):
             places: dict[str, list[int]] = {}
             for r, beat in sorted(beats.items()):
                 places.setdefault(beat.place, []).append(r)
-            waits = "; ".join(f"{named_ranks(ranks, self.hosts)} in {place}" for place, ranks in places.items())
+            waits = "; ".join(
+                f"{named_ranks(ranks, self.hosts)} in {place}" for place, ranks in places.items()
+            )
             step = f"in step {leader // 2}" if leader > 1 else "before the first step"
             self._give_up(
                 f"error: no rank has moved for {still:.0f} s {step} ({waits}): "

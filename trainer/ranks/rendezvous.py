@@ -74,7 +74,9 @@ class Place(NamedTuple):
         return f"{self.address}:{self.port} (MASTER_ADDR, MASTER_PORT)"
 
 
-def find_store(address: str, port: int, rank: int, world_size: int, seconds: float) -> tuple[dist.Store, Place]:
+def find_store(
+    address: str, port: int, rank: int, world_size: int, seconds: float
+) -> tuple[dist.Store, Place]:
     """The store that rank 0 keeps for all, and where it is: at `address` and `port`, but under torchrun.
 
     There torchrun's agent keeps a store, which is gone with it. Ranks use it only to hear where that of rank 0 is, so that they
@@ -111,13 +113,17 @@ def _place_of_rank_0(agents: dist.Store, agents_place: Place, seconds: float) ->
     """
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(dist.DistError, OSError):  # nobody has written, or nobody is left there
+        with contextlib.suppress(
+            dist.DistError, OSError
+        ):  # nobody has written, or nobody is left there
             agents.wait(["store"], timedelta(seconds=left))
             address, port = json.loads(agents.get("store"))
             socket.create_connection((address, port), timeout=1).close()
             return agents_place._replace(address=address, port=port)
         time.sleep(_POLL)
-    raise RendezvousError(f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output")
+    raise RendezvousError(
+        f"rank 0 did not come to {agents_place} within {seconds:.0f} s; see its own output"
+    )
 
 
 def connect(place: Place, seconds: float) -> dist.PrefixStore:
@@ -143,7 +149,11 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
         limit = timedelta(seconds=seconds)
         try:
             store = dist.TCPStore(
-                place.address, place.port, is_master=place.is_host, timeout=limit, wait_for_workers=False
+                place.address,
+                place.port,
+                is_master=place.is_host,
+                timeout=limit,
+                wait_for_workers=False,
             )
             answers.append(store)
         except Exception as error:  # of several kinds; one line below names it
@@ -152,7 +162,9 @@ def connect(place: Place, seconds: float) -> dist.PrefixStore:
     # Its own timeouts are not kept where something else listens on that port, or where an address never answers.
     patience = max(deadline - time.monotonic(), 0.0)
     if not place.is_host:  # a machine with too much to do answers late
-        patience = min(ANSWER_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), patience)
+        patience = min(
+            ANSWER_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), patience
+        )
     thread = threading.Thread(target=attempt, name="rendezvous", daemon=True)
     thread.start()
     thread.join(patience)
@@ -182,7 +194,9 @@ def meet(
     """
     deadline = time.monotonic() + seconds
     if store.check([f"here/{rank}"]):
-        raise RendezvousError(f"another run is at {place}, and has a rank {rank} already; choose another MASTER_PORT")
+        raise RendezvousError(
+            f"another run is at {place}, and has a rank {rank} already; choose another MASTER_PORT"
+        )
     store.set(f"beat/{rank}", "[]")  # see trainer/ranks/heartbeat.py
     store.set(f"process/{rank}", process_identity(os.getpid()))
     store.set(f"settings/{rank}", json.dumps(dict(settings or {})))
@@ -200,8 +214,13 @@ def meet(
                             "--rendezvous_seconds"
                         )
                     time.sleep(_POLL)
-                every = [json.loads(text) for text in store.multi_get([f"settings/{r}" for r in range(world_size)])]
-                refuse_differences(every, [host.decode() for host in store.multi_get(ranks)], may_differ)
+                every = [
+                    json.loads(text)
+                    for text in store.multi_get([f"settings/{r}" for r in range(world_size)])
+                ]
+                refuse_differences(
+                    every, [host.decode() for host in store.multi_get(ranks)], may_differ
+                )
             except Exception as error:
                 store.set("refused", str(error))
                 time.sleep(1.0)  # for the others to read it
@@ -211,7 +230,9 @@ def meet(
             if store.check(["refused"]):
                 raise RemoteError(store.get("refused").decode(), 2)
             if time.monotonic() > deadline + 5:
-                raise RendezvousError(f"rank 0 did not answer at {place} within {seconds + 5:.0f} s")
+                raise RendezvousError(
+                    f"rank 0 did not answer at {place} within {seconds + 5:.0f} s"
+                )
             time.sleep(_POLL)
         return [host.decode() for host in store.multi_get(ranks)]
     except dist.DistError as error:
@@ -219,7 +240,11 @@ def meet(
 
 
 def settings_of(
-    environ: Mapping[str, str], root: Path, config: RunConfig, machine: MachineSettings, chosen: Mapping[str, str]
+    environ: Mapping[str, str],
+    root: Path,
+    config: RunConfig,
+    machine: MachineSettings,
+    chosen: Mapping[str, str],
 ) -> dict[str, str]:
     """This rank's settings by name. Variables are named `$NAME`, and are left out where they are not set.
 
@@ -229,7 +254,9 @@ def settings_of(
     """
 
     def digest(value: object) -> str:
-        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[
+            :12
+        ]
 
     settings = {name: version(name) for name in PACKAGES} | {
         "Python": ".".join(map(str, sys.version_info[:3])),
@@ -237,8 +264,13 @@ def settings_of(
     }
     for name in CODE:
         files = sorted((root / name).rglob("*.py"))
-        settings[f"the code in {name}/"] = digest([(str(f.relative_to(root)), f.read_bytes().hex()) for f in files])
-    settings |= {f"the recipe's {name}": digest(section) for name, section in config.model_dump(mode="json").items()}
+        settings[f"the code in {name}/"] = digest(
+            [(str(f.relative_to(root)), f.read_bytes().hex()) for f in files]
+        )
+    settings |= {
+        f"the recipe's {name}": digest(section)
+        for name, section in config.model_dump(mode="json").items()
+    }
     settings["the ds_config"] = digest(dict(machine.raw))
     for name, value in environ.items():
         if name in SET or name.startswith(SET_PREFIXES) or name.endswith(SET_SUFFIXES):
@@ -268,7 +300,9 @@ def refuse_differences(
             if mine == main or variable in may_differ:
                 continue
             is_digest = name.startswith("the ")
-            lines.append(f"{name} differs" if is_digest else f"{variable} is {mine}, but {main} on rank 0")
+            lines.append(
+                f"{name} differs" if is_digest else f"{variable} is {mine}, but {main} on rank 0"
+            )
             if variable != name:
                 way_out = (
                     "launchers carry few variables to other hosts: put it in .deepspeed_env, or pass it as docs/running.md says "

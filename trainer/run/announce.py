@@ -13,7 +13,9 @@ from trainer.run.clipping_mode import ModeChoice
 from trainer.weights.provenance import initialisation_statement
 
 
-def announce(training: Training, engine_name: str, machine: MachineSettings, choice: ModeChoice | None) -> None:
+def announce(
+    training: Training, engine_name: str, machine: MachineSettings, choice: ModeChoice | None
+) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
     run, plan, config = training.run, training.run.plan, training.config
     count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
@@ -41,7 +43,11 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
     planned, whole = run.ledger.claim(plan.num_steps), run.ledger.claim(plan.max_intents)
     if planned is not None and whole is not None:
         own = run.ledger.epsilon(plan.max_intents)
-        behind = "" if own == whole[0] else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
+        behind = (
+            ""
+            if own == whole[0]
+            else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
+        )
         lines.append(
             f"epsilon planned {rounded_up(planned[0])}, with the whole reserve {rounded_up(whole[0])}, at delta {whole[1]:.3g}"
             f"{behind}"
@@ -51,9 +57,13 @@ def announce(training: Training, engine_name: str, machine: MachineSettings, cho
     if training.model_facts["initialisation"].get("kind") != "random":
         lines.append(initialisation_statement(training.model_facts))
     if run.first_step > 1:
-        lines.append(f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged")
+        lines.append(
+            f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged"
+        )
     elif run.ledger.num_charged:
-        lines.append(f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged")
+        lines.append(
+            f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged"
+        )
     if choice is not None:
         lines.append(choice.sentence)
     if run.folder.is_asked_to_stop():
@@ -69,7 +79,9 @@ def conclude(run: Run, outcome: int) -> None:
         if useless := useless_delta(claim[1], run.plan.num_examples):
             words += f" ({useless})"
         if claim != (own, run.plan.target_delta):
-            alone = f"epsilon {rounded_up(own)} at delta {run.plan.target_delta:g} for this run alone"
+            alone = (
+                f"epsilon {rounded_up(own)} at delta {run.plan.target_delta:g} for this run alone"
+            )
             words += f" with what the initial weights had spent ({alone})"
     ending = {
         DONE: f"done: {run.plan.num_steps} steps, {words}",
@@ -79,7 +91,14 @@ def conclude(run: Run, outcome: int) -> None:
     here, folder = Path.cwd(), run.folder.root
     folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
     head = run.ledger.position()["hash"]
-    say(ending[outcome], f"last line of the ledger, to be kept elsewhere (verify.py --head): {head}", folds=True)
+    say(
+        ending[outcome],
+        f"last line of the ledger, to be kept elsewhere (verify.py --head): {head}",
+        folds=True,
+    )
     print(f"run folder: {folder}", flush=True)
     if outcome != STOPPED_EARLY:
-        print(f"next: python launch_scripts/report.py --run_dir {shlex.quote(str(folder))}", flush=True)
+        print(
+            f"next: python launch_scripts/report.py --run_dir {shlex.quote(str(folder))}",
+            flush=True,
+        )

@@ -71,7 +71,11 @@ class ModeChoice:
         if other is not None:
             text += f"; {'bookkeeping' if self.mode == 'two_pass' else 'two_pass'} would need {_gib(other)}"
         fits = self.available is None or chosen <= USABLE * self.available
-        return text if fits else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
+        return (
+            text
+            if fits
+            else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
+        )
 
 
 def made_clipper(
@@ -109,22 +113,37 @@ def made_clipper(
     if privacy.clipping_mode == "auto":
         world_size, on_cpu = collectives.world_size(), engine.device.type == "cpu"
         probe, memory = probed(
-            config, machine, engine_name, task, plan, rows=rows, world_size=world_size, on_cpu=on_cpu
+            config,
+            machine,
+            engine_name,
+            task,
+            plan,
+            rows=rows,
+            world_size=world_size,
+            on_cpu=on_cpu,
         )
-        choice = choose_mode(memory, lambda mode: probe.peak(mode, micro_batch_size), engine.device, micro_batch_size)
+        choice = choose_mode(
+            memory, lambda mode: probe.peak(mode, micro_batch_size), engine.device, micro_batch_size
+        )
         clipped.mode = choice.mode
-    if clipped.mode == "two_pass" and engine.device.type == "cuda":  # else its attention adds up in no fixed order
+    if (
+        clipped.mode == "two_pass" and engine.device.type == "cuda"
+    ):  # else its attention adds up in no fixed order
         use_deterministic_kernels()
     # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
     if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
         try:
-            clipped.check_repeatable(engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine))
+            clipped.check_repeatable(
+                engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine)
+            )
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
-            raise PrivacyConfigError(f"clipping in two passes is refused: {str(error).splitlines()[0]}") from error
+            raise PrivacyConfigError(
+                f"clipping in two passes is refused: {str(error).splitlines()[0]}"
+            ) from error
     return clipped, choice
 
 
@@ -142,12 +161,16 @@ def choose_mode(
         peak: bytes of a micro-batch in a mode.
     """
     on_device: dict[tuple[str, str], list[int]] = {}  # ranks may share one, such as a host's CPU
-    for host, name, free in collectives.gather_objects((socket.gethostname(), str(device), available(device))):
+    for host, name, free in collectives.gather_objects(
+        (socket.gethostname(), str(device), available(device))
+    ):
         on_device.setdefault((host, name), []).extend([] if free is None else [free])
     room = min((min(known) // len(known) for known in on_device.values() if known), default=None)
     later = memory.sums + memory.on_top + memory.average
     needed = later + peak("bookkeeping")
-    mode, less = better_mode(needed, None if room is None else USABLE * room, lambda: later + peak("two_pass"))
+    mode, less = better_mode(
+        needed, None if room is None else USABLE * room, lambda: later + peak("two_pass")
+    )
     return ModeChoice(mode, micro_batch_size, needed, less, room)
 
 
@@ -167,7 +190,10 @@ def use_deterministic_kernels() -> None:
 
 
 def require_same_integers(
-    clipped: CertifiedSum, engine: Engine, synthetic_inputs: Callable[[int], dict[str, Tensor]], micro_batch_size: int
+    clipped: CertifiedSum,
+    engine: Engine,
+    synthetic_inputs: Callable[[int], dict[str, Tensor]],
+    micro_batch_size: int,
 ) -> None:
     """Made-up examples give the same integers in every row, among any neighbours and on every rank. Collective.
 
@@ -183,7 +209,9 @@ def require_same_integers(
         # Weights near zero would hide the gradients before them. Shards are left as they are.
         with nothing_is_small(engine.module) if holds_whole_weights(engine) else nullcontext():
             found = clipped.check_rows(engine.module, inputs)
-        digests = {name: hashlib.sha256(z.cpu().numpy().tobytes()).hexdigest() for name, z in found.items()}
+        digests = {
+            name: hashlib.sha256(z.cpu().numpy().tobytes()).hexdigest() for name, z in found.items()
+        }
     except PrivacyConfigError as error:
         problem = str(error)
     except RuntimeError as error:

@@ -42,7 +42,9 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
         ReadError: remote shards cannot be read.
     """
     shards, given = first_on_main(lambda: find_shards(config.data.shards, root)), config.data.index
-    table = _open_table(folder.index if given is None else root / given, shards, config, make=given is None)
+    table = _open_table(
+        folder.index if given is None else root / given, shards, config, make=given is None
+    )
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
     if config.privacy.enabled:
@@ -101,12 +103,21 @@ def stage(table: ExampleTable, config: RunConfig, root: Path) -> tuple[int, ...]
     if is_first:
         copying = worker_context().Process(target=copy_shards, args=(table,), daemon=True)
         copying.start()
-        atexit.register(copying.kill)  # It ignores SIGTERM, and multiprocessing would wait for it at the end.
-        while copying.is_alive() and not is_at_work(folder):  # before any reader could take the work over
+        atexit.register(
+            copying.kill
+        )  # It ignores SIGTERM, and multiprocessing would wait for it at the end.
+        while copying.is_alive() and not is_at_work(
+            folder
+        ):  # before any reader could take the work over
             time.sleep(0.05)
     if rank() == 0:
-        size, where = sum(shard.size for shard in shards) / 1e9, "nodes" if len(numbers) > 1 else "node"
-        say(f"staging: {len(numbers)} {where}; this one needs {len(shards)} shards, {size:.3g} GB, in {folder}")
+        size, where = (
+            sum(shard.size for shard in shards) / 1e9,
+            "nodes" if len(numbers) > 1 else "node",
+        )
+        say(
+            f"staging: {len(numbers)} {where}; this one needs {len(shards)} shards, {size:.3g} GB, in {folder}"
+        )
     return nodes
 
 
@@ -123,7 +134,9 @@ def heldout_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleTa
     shards = first_on_main(lambda: find_shards(pattern, root))
     private = first_on_main(lambda: find_shards(config.data.shards, root)).locations()
     if config.heldout.is_public and not set(private).isdisjoint(shards.locations()):
-        raise DataError("heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)")
+        raise DataError(
+            "heldout.shards contains training shards, so it cannot be declared public (heldout.is_public)"
+        )
     return _open_table(folder.private / "heldout-index", shards, config, make=True)
 
 
@@ -169,7 +182,9 @@ class _Look(NamedTuple):
         """Whether the unusable examples are all that have some label, as where labels count from 1."""
         count = self.reasons.total()
         return (
-            count > 1 and [*self.unusable_labels.values()] == [count] and not self.unusable_labels & self.usable_labels
+            count > 1
+            and [*self.unusable_labels.values()] == [count]
+            and not self.unusable_labels & self.usable_labels
         )
 
 
@@ -183,7 +198,9 @@ def _look_at(table: ExampleTable, make_example: MakeExample, ids: np.ndarray) ->
     reader = TarReader(table)
     for raw in reader.read_all(ids):
         look.fields.update(f".{extension}" for extension in raw.fields)
-        look.fields.update(f"{name!r} of .json" for name in json_record(raw.fields.get("json", b"")))
+        look.fields.update(
+            f"{name!r} of .json" for name in json_record(raw.fields.get("json", b""))
+        )
         labels = look.usable_labels
         try:
             make_example(raw, 0)
@@ -201,7 +218,12 @@ def _look_at(table: ExampleTable, make_example: MakeExample, ids: np.ndarray) ->
 
 
 def require_usable(
-    table: ExampleTable, make_example: MakeExample, config: RunConfig, *, key: str, count: int | None = None
+    table: ExampleTable,
+    make_example: MakeExample,
+    config: RunConfig,
+    *,
+    key: str,
+    count: int | None = None,
 ) -> None:
     """Looks at examples spread over the data, says how many of them cannot be used, and refuses data of which many cannot.
 
@@ -230,28 +252,38 @@ def require_usable(
         look = _look_at(table, make_example, ids)
     unusable = look.reasons.total()
     why = ", ".join(
-        f"{times} time{'s' if times > 1 else ''}: {reason[:200]}" for reason, times in look.reasons.most_common(3)
+        f"{times} time{'s' if times > 1 else ''}: {reason[:200]}"
+        for reason, times in look.reasons.most_common(3)
     )
     if 2 * unusable > len(ids):
         asked = {"captioner": "caption_field", "classifier": "label_field"}.get(config.model.kind)
         field = getattr(config.data, asked) if asked else None
         named = f"; data.{asked} is {'not set' if field is None else repr(field)}" if asked else ""
         # A name that one example has alone may be a value.
-        there = ", ".join(name[:80] for name, times in look.fields.most_common(20) if times > 1) or "none in common"
+        there = (
+            ", ".join(name[:80] for name, times in look.fields.most_common(20) if times > 1)
+            or "none in common"
+        )
         raise DataError(
             f"{key}: {unusable} of {len(ids)} examples that were looked at cannot be used ({why}){named}; the fields that "
             f"are there: {there}"
         )
     if is_training and config.privacy.enabled:
         share = config.data.max_unusable_share
-        is_label, most = look.lost_label() and share is None, _UNUSABLE_SHARE if share is None else share
+        is_label, most = (
+            look.lost_label() and share is None,
+            _UNUSABLE_SHARE if share is None else share,
+        )
         if is_label or look.largest_reason() > max(1, most * len(ids)):
             whose = "all that have one label, " if is_label else ""
             raise DataError(
                 f"{key}: {unusable} of {len(ids)} examples that were looked at, {whose}cannot be used and would count as zero "
                 f"({why}); correct them, or, if they are meant to be there, allow them: data.max_unusable_share=0.5"
             )
-    if isinstance(make_example, CaptionExample) and 2 * look.unknown_and_all[0] > look.unknown_and_all[1]:
+    if (
+        isinstance(make_example, CaptionExample)
+        and 2 * look.unknown_and_all[0] > look.unknown_and_all[1]
+    ):
         raise DataError(
             f"{key}: the vocabulary {make_example.tokenizer_path} ({make_example.tokenizer.vocab_size} tokens) does not know "
             f"{look.unknown_and_all[0]:,} of {look.unknown_and_all[1]:,} words in the captions that were looked at: choose "

@@ -39,9 +39,16 @@ from trainer.run.start import TrainerStart, prepare_process
 
 
 def dry_run(
-    config: RunConfig, machine: MachineSettings, engine: EngineName, run_dir: Path, root: Path, ranks: Ranks,
-    device: torch.device, *, may_restart: bool = False,
-) -> int:  # fmt: skip
+    config: RunConfig,
+    machine: MachineSettings,
+    engine: EngineName,
+    run_dir: Path,
+    root: Path,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    may_restart: bool = False,
+) -> int:
     """Starts the run up to its first charge, says what would run, and takes it back; collective. Returns the exit code.
 
     Args and errors are those of `trainer.run.start.train`.
@@ -49,16 +56,25 @@ def dry_run(
     prepare_process(config, device)
     asked = RunFolder(run_dir)
     with _nothing_left(asked) as folder:
-        start = DryStart(config, machine, engine, folder, root, ranks, device, None, may_restart, asked=asked)
+        start = DryStart(
+            config, machine, engine, folder, root, ranks, device, None, may_restart, asked=asked
+        )
         run = open_run(start, is_dry=True)
         hosts = collectives.gather_objects(socket.gethostname())
-        dealt = [] if isinstance(run, Finished) or config.data.streaming else deal_one_step(start, run, hosts)
+        dealt = (
+            []
+            if isinstance(run, Finished) or config.data.streaming
+            else deal_one_step(start, run, hosts)
+        )
         if ranks.is_main:
             if isinstance(run, Finished):
                 say(f"{run_dir} is finished: there would be nothing to do")
             else:
                 announce(start.training(run), engine, machine, start.choice)
-                for line in (*dealt, *_forecast(start, run, -(-ranks.world_size // len(set(hosts))))):
+                for line in (
+                    *dealt,
+                    *_forecast(start, run, -(-ranks.world_size // len(set(hosts)))),
+                ):
                     say(line)
             say("dry run: nothing is charged or left behind; without --dry_run it starts")
     return DONE
@@ -71,7 +87,9 @@ def _nothing_left(asked: RunFolder) -> Iterator[RunFolder]:
     def beside() -> Path | None:
         there = next(path for path in asked.root.parents if path.exists())
         prefix = f".{asked.root.name}.dry-{socket.gethostname()}-"
-        for left in there.glob(f"{prefix}*"):  # by dry runs of this host, of which some may have been killed
+        for left in there.glob(
+            f"{prefix}*"
+        ):  # by dry runs of this host, of which some may have been killed
             with contextlib.suppress(ValueError, PermissionError):
                 try:
                     os.kill(int(left.name.removeprefix(prefix)), 0)
@@ -115,7 +133,11 @@ class DryStart(TrainerStart):
             if self.asked.private.is_dir():
                 self.asked.lock()
             self.folder.take()
-            for name in ("index", "heldout-index", self.asked.members.name):  # what a real start would find
+            for name in (
+                "index",
+                "heldout-index",
+                self.asked.members.name,
+            ):  # what a real start would find
                 there = self.asked.private / name
                 if (there / MANIFEST).exists() or there.is_file():
                     (self.folder.private / name).symlink_to(there)
@@ -142,7 +164,9 @@ class DryStart(TrainerStart):
             def ask() -> None:
                 with (
                     contextlib.suppress(_Asked),
-                    SharedLedger(shared).joined("", self.asked.root.name, opening.plan, fixed_in_advance=fixed),
+                    SharedLedger(shared).joined(
+                        "", self.asked.root.name, opening.plan, fixed_in_advance=fixed
+                    ),
                 ):
                     raise _Asked
 
@@ -189,7 +213,9 @@ def deal_one_step(start: DryStart, run: Run, hosts: Sequence[str]) -> list[str]:
     dealt = batches.plan(1)
     places = table.extents(dealt.example_ids)
     shards = frozenset(np.unique(places.shards).tolist())
-    mine = DealtPart(len(dealt.example_ids), dealt.num_micro_batches * size, int(places.lengths.sum()), shards)
+    mine = DealtPart(
+        len(dealt.example_ids), dealt.num_micro_batches * size, int(places.lengths.sum()), shards
+    )
     parts = collectives.gather_objects(mine)
     examples, rows = sum(part.examples for part in parts), sum(part.rows for part in parts)
     opened = frozenset[int]().union(*(part.shards for part in parts))
@@ -210,14 +236,22 @@ def _forecast(start: DryStart, run: Run, ranks_per_host: int) -> Iterator[str]:
     config, machine, steps = start.config, start.machine, run.plan.num_steps - run.step
     gpu = gpu_of(start.device)
     cluster = Cluster(start.engine_name, start.ranks.world_size, gpu, gpus_per_node=ranks_per_host)
-    planned = plan_resources(config, machine, cluster, examples(config, start.root), run.plan, start.root, whole=False)
+    planned = plan_resources(
+        config, machine, cluster, examples(config, start.root), run.plan, start.root, whole=False
+    )
     yield (
         f"would take {steps:,} steps from step {run.first_step:,}, each of {planned['batch']['micro_batches_per_step']:,} "
         f"micro-batches of {config.train.micro_batch_size:,} on each rank; {planned['memory']['peak'] / 2**30:.3g} GiB at peak"
     )
     if gpu is not None:
         seconds = planned["time"]["seconds_per_step"] * steps
-        size, unit = (3600, "hours") if seconds >= 3600 else (60, "minutes") if seconds >= 60 else (1, "seconds")
+        size, unit = (
+            (3600, "hours")
+            if seconds >= 3600
+            else (60, "minutes")
+            if seconds >= 60
+            else (1, "seconds")
+        )
         yield (
             f"about {seconds / size:,.3g} {unit} of computing (ranks: {cluster.world_size:,}), at an assumed "
             f"{cluster.efficiency:.0%} of what {gpu.name} can do"

@@ -24,14 +24,24 @@ def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
         PrivacyConfigError: otherwise.
         PrivacyStateRefused: the shared ledger cannot be read.
     """
-    named = {"privacy.ledger_mirror": privacy.ledger_mirror, "privacy.shared_ledger": privacy.shared_ledger}
+    named = {
+        "privacy.ledger_mirror": privacy.ledger_mirror,
+        "privacy.shared_ledger": privacy.shared_ledger,
+    }
     roles = {role: Path(name) for role, name in named.items() if name is not None}
     second = None if privacy.shared_ledger is None else SharedLedger(privacy.shared_ledger).mirror()
-    require_apart(roles if second is None else roles | {"the mirror of privacy.shared_ledger": second}, folder.root)
+    require_apart(
+        roles if second is None else roles | {"the mirror of privacy.shared_ledger": second},
+        folder.root,
+    )
 
 
 def open_run_ledger(
-    config: RunConfig, folder: RunFolder, table: ExampleTable, unit: str, behind: Sequence[LedgerBehind] = ()
+    config: RunConfig,
+    folder: RunFolder,
+    table: ExampleTable,
+    unit: str,
+    behind: Sequence[LedgerBehind] = (),
 ) -> Opening:
     """Opens the ledger of a run folder, or makes the plan of a new one; see `privacy.run.ledger.open_ledger`. Collective.
 
@@ -48,7 +58,10 @@ def open_run_ledger(
         return privacy.request(config.train.num_steps, len(table))
 
     def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
-        fields: dict[str, Any] = {"unit": unit, **({"max_examples_per_owner": limit} if limit else {})}
+        fields: dict[str, Any] = {
+            "unit": unit,
+            **({"max_examples_per_owner": limit} if limit else {}),
+        }
         if recorded is None:
             if behind:
                 fields["behind"] = keep_copies(folder.root, behind)
@@ -79,5 +92,7 @@ def open_run_ledger(
         table.manifest_digest,
         described=described,
         mirror=privacy.ledger_mirror,
-        shared=None if shared is None else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
+        shared=None
+        if shared is None
+        else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
     )

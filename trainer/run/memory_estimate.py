@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # the one private name here: flop_counter is built on it too
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # the one private name here: flop_counter is built on it too
 
 
 class MemoryTimeline(TorchDispatchMode):
@@ -100,10 +102,17 @@ def _meminfo(meminfo: Path, key: str) -> int | None:
 
 def _allowed_by(group: Path) -> list[int]:
     """Bytes that a control group still allows, where it has a limit; cached files are given up before memory is refused."""
-    for limit_file, used_file in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
         limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
         if limit.isdigit() and used.isdigit():
-            stat = dict(line.split() for line in _text(group / "memory.stat").splitlines() if len(line.split()) == 2)
+            stat = dict(
+                line.split()
+                for line in _text(group / "memory.stat").splitlines()
+                if len(line.split()) == 2
+            )
             cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             return [max(0, int(limit) - int(used) + cached)]
     return []

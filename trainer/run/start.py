@@ -56,8 +56,19 @@ from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.rendezvous import require_shared
 from trainer.run.announce import announce, conclude
-from trainer.run.clipping_mode import CUBLAS_REPEATS, ModeChoice, made_clipper, use_deterministic_kernels
-from trainer.run.datasets import heldout_table, require_other_bytes, require_usable, stage, training_table
+from trainer.run.clipping_mode import (
+    CUBLAS_REPEATS,
+    ModeChoice,
+    made_clipper,
+    use_deterministic_kernels,
+)
+from trainer.run.datasets import (
+    heldout_table,
+    require_other_bytes,
+    require_usable,
+    stage,
+    training_table,
+)
 from trainer.run.ledger import open_run_ledger, require_places
 from trainer.run.memory_estimate import total_memory
 from trainer.tasks import TrainingTask, make_task
@@ -92,10 +103,14 @@ def train(
         noise: tests inject their own source; a real run draws from the operating system.
     """
     prepare_process(config, device)
-    start = TrainerStart(config, machine, engine_name, RunFolder(run_dir), root, ranks, device, noise, may_restart)
+    start = TrainerStart(
+        config, machine, engine_name, RunFolder(run_dir), root, ranks, device, noise, may_restart
+    )
     run = open_run(start)
     if isinstance(run, Finished):
-        collectives.say(f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do")
+        collectives.say(
+            f"{run_dir} is finished: all {config.train.num_steps} steps are done; nothing to do"
+        )
         return DONE
     training = start.training(run)
     if ranks.is_main:
@@ -113,7 +128,9 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
     if config.privacy.arithmetic == "certified":
         use_deterministic_kernels()
     elif device.type == "cuda" and config.privacy.clipping_mode != "bookkeeping":
-        os.environ.setdefault(*CUBLAS_REPEATS)  # two passes may come, and this is read once, at the first product
+        os.environ.setdefault(
+            *CUBLAS_REPEATS
+        )  # two passes may come, and this is read once, at the first product
 
 
 @dataclass
@@ -131,7 +148,9 @@ class TrainerStart:
     may_restart: bool
     heldout: Heldout | None = None
     heldout_examples: ExampleTable | None = None
-    behind: list[LedgerBehind] = field(default_factory=list)  # on rank 0 alone, since they may be large
+    behind: list[LedgerBehind] = field(
+        default_factory=list
+    )  # on rank 0 alone, since they may be large
     initial: dict[str, Any] = field(default_factory=dict)
     choice: ModeChoice | None = None
     task: TrainingTask = field(init=False)
@@ -179,7 +198,9 @@ class TrainerStart:
         init, machine = self.config.init, self.machine
         if init is None:
             return
-        first_on_main(lambda: has_checkpoints(self.folder.checkpoints) or find_checkpoint(init, self.root))
+        first_on_main(
+            lambda: has_checkpoints(self.folder.checkpoints) or find_checkpoint(init, self.root)
+        )
         if machine.zero_init:
             raise ConfigError(
                 f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
@@ -190,14 +211,20 @@ class TrainerStart:
         config = self.config
         # Linux grants memory that it does not have, and then kills whoever touches it.
         room = None if self.machine.zero_init else total_memory()
-        needed = sum(weight.numel() * weight.element_size() for weight in self.task.skeleton().parameters())
+        needed = sum(
+            weight.numel() * weight.element_size() for weight in self.task.skeleton().parameters()
+        )
         if room is not None and needed > room:
             raise ConfigError(
                 f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has {room / 2**30:.3g} GiB: take a "
                 "smaller size, or zero_optimization.zero_init in the ds_config"
             )
-        self.shard = sharder(self.engine_name, self.machine, self.device, config.train.micro_batch_size)
-        self.model = self.task.build(torch.Generator().manual_seed(config.train.seed), after=self.shard)
+        self.shard = sharder(
+            self.engine_name, self.machine, self.device, config.train.micro_batch_size
+        )
+        self.model = self.task.build(
+            torch.Generator().manual_seed(config.train.seed), after=self.shard
+        )
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         if frozen and config.init is None:
             raise ConfigError(
@@ -232,7 +259,9 @@ class TrainerStart:
         if mode == "certified":  # its rows are compared as whole numbers
             return
         rows = (
-            train.micro_batch_size if self.device.type == "cuda" else min(train.micro_batch_size, EXAMPLES_PER_SUM + 1)
+            train.micro_batch_size
+            if self.device.type == "cuda"
+            else min(train.micro_batch_size, EXAMPLES_PER_SUM + 1)
         )
 
         def check() -> None:
@@ -240,7 +269,9 @@ class TrainerStart:
             checkpoint_blocks(twin, self.machine)
             if train.compile:
                 compile_blocks(twin)
-            check_at_size(twin, to_device(self.task.synthetic_inputs(ALONE), engine), rows, mode=mode)
+            check_at_size(
+                twin, to_device(self.task.synthetic_inputs(ALONE), engine), rows, mode=mode
+            )
 
         self._on_each_host(check)
 
@@ -271,7 +302,9 @@ class TrainerStart:
         if section.is_public:
             first_on_main(lambda: require_other_bytes(examples, self.table))
         look, count = self.task.make_example(train=False), section.num_examples
-        on_main(lambda: require_usable(examples, look, self.config, key="heldout.shards", count=count))
+        on_main(
+            lambda: require_usable(examples, look, self.config, key="heldout.shards", count=count)
+        )
         size = self.config.train.micro_batch_size
         self.heldout = Heldout(examples, self.task, num_examples=count, micro_batch_size=size)
 
@@ -292,7 +325,9 @@ class TrainerStart:
 
         on_main(find_ledgers)
         self.initial = facts
-        facts["at_random"] = load_start(checkpoint, init, self.model, self.task.facts().get("tokenizer_sha256"))
+        facts["at_random"] = load_start(
+            checkpoint, init, self.model, self.task.facts().get("tokenizer_sha256")
+        )
 
     def open_ledger(self) -> Opening:
         return open_run_ledger(self.config, self.folder, self.table, self.task.unit, self.behind)
@@ -312,14 +347,23 @@ class TrainerStart:
         self.model_facts = {**task.facts(), "initialisation": start, "training_data": training_data}
         frozen, shapes_of_frozen = frozen_weights(self.model)
         engine = build_engine(
-            self.engine_name, self.model, config.optimizer, machine, self.device, train.micro_batch_size
+            self.engine_name,
+            self.model,
+            config.optimizer,
+            machine,
+            self.device,
+            train.micro_batch_size,
         )
         if resumed is not None:
             resumed.restore(engine, moments(config.optimizer))
-        require_neighbours_apart(engine, engine.module, task.synthetic_inputs, train.micro_batch_size)
+        require_neighbours_apart(
+            engine, engine.module, task.synthetic_inputs, train.micro_batch_size
+        )
         if train.compile:
             compile_blocks(engine.module)
-        clipped, self.choice = made_clipper(config, machine, self.engine_name, plan, task, engine, resumed, self.nodes)
+        clipped, self.choice = made_clipper(
+            config, machine, self.engine_name, plan, task, engine, resumed, self.nodes
+        )
         self.require_sums_at_size(engine, clipped.mode)
         source = self.noise or plan.noise()
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
@@ -330,7 +374,9 @@ class TrainerStart:
             states = average.states() if average is not None else engine.state()
             named = {"frozen": sorted(shapes_of_frozen)} if shapes_of_frozen else {}
             facts = {"run": config.name, **named, **self.model_facts}
-            return Stored(itertools.chain(states, frozen), {**engine.shapes, **shapes_of_frozen}, facts)
+            return Stored(
+                itertools.chain(states, frozen), {**engine.shapes, **shapes_of_frozen}, facts
+            )
 
         chosen = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
         return Parts(
@@ -341,7 +387,9 @@ class TrainerStart:
             read=partial(_read, loader),
             micro_batch_size=train.micro_batch_size,
             nodes=self.nodes,
-            learning_rate=lambda step: learning_rate(step, train.num_steps, config.optimizer.peak_lr, config.schedule),
+            learning_rate=lambda step: learning_rate(
+                step, train.num_steps, config.optimizer.peak_lr, config.schedule
+            ),
             note_charge=lambda step: distributed.note_progress(step, charged=True),
             save_every=train.checkpoint_every,
             retention=Retention(train.keep_checkpoints, train.keep_every),
@@ -353,7 +401,9 @@ class TrainerStart:
     def training(self, run: Run) -> Training:
         """An open run with what the trainer built for it."""
         flops = flops_of_an_example(self.task)
-        return Training(self.config, run, self.loader, self.heldout, self.average, flops, self.model_facts)
+        return Training(
+            self.config, run, self.loader, self.heldout, self.average, flops, self.model_facts
+        )
 
     def _loader(self, first_step: int) -> Loader | StreamingLoader:
         """Reads examples as the sampler draws them; public data may also stream in the order of their shards."""
@@ -361,7 +411,10 @@ class TrainerStart:
         make_example, pin_memory = self.task.make_example(train=True), self.device.type == "cuda"
         if config.data.streaming:
             return StreamingLoader(
-                Stream(first_on_main(lambda: local_shards(config.data.shards, self.root)), seed=config.train.seed),
+                Stream(
+                    first_on_main(lambda: local_shards(config.data.shards, self.root)),
+                    seed=config.train.seed,
+                ),
                 make_example,
                 micro_batch_size=config.train.micro_batch_size,
                 batch_size=config.privacy.expected_batch_size,
@@ -410,5 +463,10 @@ def _read(
     """The data room reads what it is told, and knows no plan of privacy."""
     plans = distributed.dealing(plans)
     with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
-        for plan, batches in distributed.reading(steps, "the first micro-batch of the next step is read"):
-            yield Dealt(*plan), distributed.reading(batches, f"the next micro-batch of step {plan.step} is read")
+        for plan, batches in distributed.reading(
+            steps, "the first micro-batch of the next step is read"
+        ):
+            yield (
+                Dealt(*plan),
+                distributed.reading(batches, f"the next micro-batch of step {plan.step} is read"),
+            )

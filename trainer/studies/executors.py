@@ -31,13 +31,25 @@ _ENDINGS = {
 def train_command(folder: StudyFolder, study: StudyConfig, name: str) -> list[str]:
     """The command that trains one point."""
     return [
-        sys.executable, "launch_scripts/train.py", "--ds_config", study.ds_config, "--engine", study.engine,
-        "--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name)),
-    ]  # fmt: skip
+        sys.executable,
+        "launch_scripts/train.py",
+        "--ds_config",
+        study.ds_config,
+        "--engine",
+        study.engine,
+        "--recipe",
+        str(folder.recipe(name)),
+        "--run_dir",
+        str(folder.run(name)),
+    ]
 
 
 def run_local(
-    folder: StudyFolder, study: StudyConfig, names: Sequence[str], workers: int, say: Callable[[str], None]
+    folder: StudyFolder,
+    study: StudyConfig,
+    names: Sequence[str],
+    workers: int,
+    say: Callable[[str], None],
 ) -> dict[str, int]:
     """Trains the points here, `workers` at a time. SIGTERM and Ctrl-C stop the runs, which save; the same command resumes.
 
@@ -83,14 +95,20 @@ def run_local(
             code = STOPPED_EARLY  # before it could listen: nothing was begun
         ending = _ENDINGS.get(code)
         if ending is None:  # the trainer's last error says what and where, if a user can mend it
-            lines = [line for line in folder.log(name).read_text(errors="replace").splitlines() if line.strip()]
+            lines = [
+                line
+                for line in folder.log(name).read_text(errors="replace").splitlines()
+                if line.strip()
+            ]
             errors = [line for line in lines if line.startswith("error")]
             last = (errors or lines or ["nothing was printed"])[-1]
             ending = f"failed with exit code {code}: {last} (log: {folder.log(name)})"
         say(f"{name}: {ending}")
         return code
 
-    handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {
+        number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         with ThreadPoolExecutor(workers) as pool:
             return dict(zip(names, pool.map(train, names), strict=True))
@@ -108,7 +126,11 @@ def exit_code(codes: Mapping[str, int]) -> int:
 
 
 def submit_array(
-    folder: StudyFolder, study: StudyConfig, names: Sequence[str], at_once: int, allocation: Mapping[str, int | None]
+    folder: StudyFolder,
+    study: StudyConfig,
+    names: Sequence[str],
+    at_once: int,
+    allocation: Mapping[str, int | None],
 ) -> list[str]:
     """Submits an array job over the points that are neither done nor queued; returns what to say.
 
@@ -131,13 +153,18 @@ def submit_array(
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:
-            raise ConfigError(f"there is no {command[0]} here: submit from a login node of the cluster") from error
+            raise ConfigError(
+                f"there is no {command[0]} here: submit from a login node of the cluster"
+            ) from error
         if done.returncode != 0:
-            raise ConfigError(f"{command[0]} refused, so nothing is submitted: {' '.join(done.stderr.split())}")
+            raise ConfigError(
+                f"{command[0]} refused, so nothing is submitted: {' '.join(done.stderr.split())}"
+            )
         return done.stdout
 
     line_of = {
-        name: shlex.join(["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))]) for name in names
+        name: shlex.join(["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))])
+        for name in names
     }
     points = folder.root / "points.txt"
     lines = points.read_text().splitlines() if points.exists() else []
@@ -147,7 +174,9 @@ def submit_array(
 
     digest = hashlib.sha256(str(folder.root).encode()).hexdigest()[:12]
     job_name = f"dp-study-{folder.root.name}-{digest}"
-    queued = set(slurm("squeue", "--noheader", "--array", f"--name={job_name}", "--format=%K").split())
+    queued = set(
+        slurm("squeue", "--noheader", "--array", f"--name={job_name}", "--format=%K").split()
+    )
     progress = {name: folder.progress(name) for name in names}
     unfinished = [name for name in names if progress[name] in ("new", "begun")]
     waiting = [name for name in unfinished if task[name] in queued or folder.in_use(name)]
@@ -155,16 +184,35 @@ def submit_array(
     said = [f"queued or running already: {', '.join(waiting)}"] if waiting else []
     spent = [name for name in names if progress[name] == "budget spent"]
     if spent:
-        said.append(f"the budget is spent and steps remain; not submitted again: {', '.join(spent)}")
+        said.append(
+            f"the budget is spent and steps remain; not submitted again: {', '.join(spent)}"
+        )
     if not left:
-        return [*said, "nothing to submit" if waiting or spent else "all points are done; nothing to submit"]
+        return [
+            *said,
+            "nothing to submit" if waiting or spent else "all points are done; nothing to submit",
+        ]
     wanted = dict(allocation)
     if wanted.get("cpus_per_task") is None:
-        wanted["cpus_per_task"] = max(1, *(load_config(folder.recipe(name)).data.num_workers for name in left))
+        wanted["cpus_per_task"] = max(
+            1, *(load_config(folder.recipe(name)).data.num_workers for name in left)
+        )
     submitted = slurm(
-        "sbatch", f"--job-name={job_name}",
-        *(f"--{key.replace('_', '-')}={value}" for key, value in wanted.items() if value is not None),
-        f"--array={','.join(task[name] for name in left)}%{at_once}", f"--output={folder.logs}/slurm-%A_%a.log",
-        _ARRAY_JOB, str(points), str(folder.runs), "--ds_config", study.ds_config, "--engine", study.engine,
-    )  # fmt: skip
+        "sbatch",
+        f"--job-name={job_name}",
+        *(
+            f"--{key.replace('_', '-')}={value}"
+            for key, value in wanted.items()
+            if value is not None
+        ),
+        f"--array={','.join(task[name] for name in left)}%{at_once}",
+        f"--output={folder.logs}/slurm-%A_%a.log",
+        _ARRAY_JOB,
+        str(points),
+        str(folder.runs),
+        "--ds_config",
+        study.ds_config,
+        "--engine",
+        study.engine,
+    )
     return [*said, submitted.strip()]

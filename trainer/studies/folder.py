@@ -62,7 +62,9 @@ class StudyFolder:
         self._make(self.root)
         lock = try_lock(self.root / "lock")
         if lock is None:
-            raise ConfigError(f"study folder {self.root} is in use by another study.py; wait for it")
+            raise ConfigError(
+                f"study folder {self.root} is in use by another study.py; wait for it"
+            )
         try:
             yield
         finally:
@@ -86,8 +88,12 @@ class StudyFolder:
             try:
                 then, now = trained_keys(recipe.read_text()), trained_keys(to_toml(one.config))
             except OSError as error:
-                raise ConfigError(f"{recipe}: {error.strerror}; its run is there, but not its recipe") from error
-            if changed := sorted(key for key in then.keys() | now.keys() if then.get(key) != now.get(key)):
+                raise ConfigError(
+                    f"{recipe}: {error.strerror}; its run is there, but not its recipe"
+                ) from error
+            if changed := sorted(
+                key for key in then.keys() | now.keys() if then.get(key) != now.get(key)
+            ):
                 raise ConfigError(
                     f"point {one.name} of {self.root} began with another {changed[0]}; set it back, or choose another --study_dir"
                 )
@@ -102,8 +108,13 @@ class StudyFolder:
         for path, group in sharing.items():
             if not any(one.config.privacy.fixed_in_advance for one in group):
                 continue
-            keys = {one.name: json.dumps(trained_keys(to_toml(one.config)), sort_keys=True) for one in group}
-            points = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in keys.items()}
+            keys = {
+                one.name: json.dumps(trained_keys(to_toml(one.config)), sort_keys=True)
+                for one in group
+            }
+            points = {
+                name: hashlib.sha256(text.encode()).hexdigest() for name, text in keys.items()
+            }
             shared = SharedLedger(path)
             frozen = shared.freeze_grid(study.name, points, begun=begun)
             if all(points.get(name) == digest for name, digest in frozen.items()):

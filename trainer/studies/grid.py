@@ -31,7 +31,14 @@ from privacy.checkpoints.read import MANIFEST
 from privacy.files.toml_text import read_toml
 from privacy.plan import make_plan
 from trainer.config.optimizer import Section
-from trainer.config.recipe import EngineName, PrivacySection, RunConfig, load_config, to_toml, validated
+from trainer.config.recipe import (
+    EngineName,
+    PrivacySection,
+    RunConfig,
+    load_config,
+    to_toml,
+    validated,
+)
 from trainer.errors import ConfigError
 
 Label = str | int | float | bool
@@ -108,9 +115,13 @@ def load_study(path: Path) -> StudyConfig:
     Raises:
         ConfigError: missing or malformed file, unknown key, value out of range; one line with file and key.
     """
-    tree = read_toml(path, "study", "give a file as in studies/; to report, the folder that `study.py run` wrote")
+    tree = read_toml(
+        path, "study", "give a file as in studies/; to report, the folder that `study.py run` wrote"
+    )
     if "privacy" in tree:
-        raise ConfigError(f"{path} is a recipe, not a study: train it with train.py, or give a file as in studies/")
+        raise ConfigError(
+            f"{path} is a recipe, not a study: train it with train.py, or give a file as in studies/"
+        )
     study = validated(StudyConfig, tree, f"study {path}")
     if study.report.color is not None and study.report.color not in study.axis:
         raise ConfigError(
@@ -133,20 +144,29 @@ def plan_points(study: StudyConfig, where: str, root: Path) -> list[Point]:
     base = flat(study.base, where)
     if "train.seed" in base:
         raise ConfigError(f"{where}: base.train.seed would be overwritten; list it in seeds")
-    axes = {name: _steps(name, table, f"{where}: axis.{name}") for name, table in study.axis.items()}
+    axes = {
+        name: _steps(name, table, f"{where}: axis.{name}") for name, table in study.axis.items()
+    }
     points: dict[str, Point] = {}
     for steps in itertools.product(*axes.values()):
         labels = {name: label for name, (label, _) in zip(axes, steps, strict=True)}
         values: dict[str, Any] = {}
         for name, (_, overrides) in zip(axes, steps, strict=True):
             if twice := values.keys() & overrides.keys():
-                raise ConfigError(f"{where}: axis.{name} sets {min(twice)}, and so does an axis before it")
+                raise ConfigError(
+                    f"{where}: axis.{name} sets {min(twice)}, and so does an axis before it"
+                )
             values |= overrides
-        parts = [f"{axis}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(label))}" for axis, label in labels.items()]
+        parts = [
+            f"{axis}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(label))}"
+            for axis, label in labels.items()
+        ]
         for seed in study.seeds:
             name = "_".join([*parts, f"seed-{seed}"])
             if name in points:
-                raise ConfigError(f"{where}: two points are both called {name}; values and seeds must differ")
+                raise ConfigError(
+                    f"{where}: two points are both called {name}; values and seeds must differ"
+                )
             if len(name) > _LONGEST_NAME:
                 raise ConfigError(
                     f"{where}: the point's name {name} is longer than {_LONGEST_NAME}; use named variants"
@@ -163,7 +183,8 @@ def plan_points(study: StudyConfig, where: str, root: Path) -> list[Point]:
     # What the privacy card needs to know: siblings and tuning on the same data. The run's own plan decides in the end.
     sections = [one.config.privacy for one in points.values()]
     informal = sum(
-        not p.enabled or p.simulation or p.noise_multiplier == 0 or p.sampling != "poisson" for p in sections
+        not p.enabled or p.simulation or p.noise_multiplier == 0 or p.sampling != "poisson"
+        for p in sections
     )
     words = (
         f"one of {len(points)} runs of study {study.name}; {len(points) - informal} claim a guarantee of their own, "
@@ -173,7 +194,12 @@ def plan_points(study: StudyConfig, where: str, root: Path) -> list[Point]:
     planned = []
     for one in points.values():
         own = one.config.privacy.tuning
-        planned.append(replace(one, config=with_privacy(one.config, {"tuning": f"{own}; {words}" if own else words})))
+        planned.append(
+            replace(
+                one,
+                config=with_privacy(one.config, {"tuning": f"{own}; {words}" if own else words}),
+            )
+        )
     return planned
 
 
@@ -187,52 +213,83 @@ def flat(tree: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any
             leaves[f"{prefix}{key}"] = value
     for key in leaves:
         if not prefix and key.split(".")[0] not in SECTIONS:
-            raise ConfigError(f"{where}: {key} is no key of a recipe; its sections are {', '.join(sorted(SECTIONS))}")
+            raise ConfigError(
+                f"{where}: {key} is no key of a recipe; its sections are {', '.join(sorted(SECTIONS))}"
+            )
     return leaves
 
 
 def _steps(name: str, table: Mapping[str, Any], where: str) -> list[tuple[Label, dict[str, Any]]]:
     """(label, overrides) for each value of an axis."""
     if not re.match(_NAME, name) or name == "seed":
-        raise ConfigError(f"{where}: an axis is named by letters, digits, '_', '.' and '-', and not 'seed'")
+        raise ConfigError(
+            f"{where}: an axis is named by letters, digits, '_', '.' and '-', and not 'seed'"
+        )
     if not table:
         raise ConfigError(f"{where} is empty")
     if {key.split(".")[0] for key in table} & SECTIONS:
         lists = flat(table, where)
         for key, values in lists.items():
             if not isinstance(values, list) or not values:
-                raise ConfigError(f"{where}: {key} must be a list of values, one for each point, not {values!r}")
+                raise ConfigError(
+                    f"{where}: {key} must be a list of values, one for each point, not {values!r}"
+                )
         if len({len(values) for values in lists.values()}) > 1:
             counts = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
-            raise ConfigError(f"{where}: lists of one axis go together and need one length: {counts}")
-        firsts = [v if isinstance(v, str | int | float | bool) else json.dumps(v) for v in next(iter(lists.values()))]
+            raise ConfigError(
+                f"{where}: lists of one axis go together and need one length: {counts}"
+            )
+        firsts = [
+            v if isinstance(v, str | int | float | bool) else json.dumps(v)
+            for v in next(iter(lists.values()))
+        ]
         rows = zip(*lists.values(), strict=True)
-        return [(label, dict(zip(lists, row, strict=True))) for label, row in zip(firsts, rows, strict=True)]
+        return [
+            (label, dict(zip(lists, row, strict=True)))
+            for label, row in zip(firsts, rows, strict=True)
+        ]
     for variant, overrides in table.items():
         if not isinstance(overrides, dict):
-            raise ConfigError(f"{where}: {variant} is neither a key of a recipe nor a table of overrides")
-    return [(variant, flat(overrides, f"{where}.{variant}")) for variant, overrides in table.items()]
+            raise ConfigError(
+                f"{where}: {variant} is neither a key of a recipe nor a table of overrides"
+            )
+    return [
+        (variant, flat(overrides, f"{where}.{variant}")) for variant, overrides in table.items()
+    ]
 
 
 def _resolved(study: StudyConfig, root: Path, name: str, values: Mapping[str, Any]) -> RunConfig:
     """The recipe of a point; under [tan] with sigma in proportion to the batch, a simulation unless that is the reference's."""
     tan = study.tan
-    noise = {"privacy.target_epsilon", "privacy.noise_multiplier", "privacy.simulation"} & values.keys()
+    noise = {
+        "privacy.target_epsilon",
+        "privacy.noise_multiplier",
+        "privacy.simulation",
+    } & values.keys()
     if tan is not None and noise:
-        raise ConfigError(f"study {study.name}: {min(noise)} would be overwritten by [tan]; remove one of the two")
+        raise ConfigError(
+            f"study {study.name}: {min(noise)} would be overwritten by [tan]; remove one of the two"
+        )
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     try:
         config = load_config(root / study.recipe, [*overrides, f'name="{name}"'])
-        if tan is None or not config.privacy.enabled:  # that is the curve without noise, to compare with
+        if (
+            tan is None or not config.privacy.enabled
+        ):  # that is the curve without noise, to compare with
             return config
-        scale, sigma = config.privacy.expected_batch_size / tan.reference_batch_size, tan.reference_noise_multiplier
+        scale, sigma = (
+            config.privacy.expected_batch_size / tan.reference_batch_size,
+            tan.reference_noise_multiplier,
+        )
         if sigma is None:
             if config.data.num_examples is None:
                 raise ConfigError(
                     "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs to a number of examples"
                 )
             aim = {"target_epsilon": tan.reference_epsilon, "noise_multiplier": None}
-            privacy = with_privacy(config, {"expected_batch_size": tan.reference_batch_size, **aim}).privacy
+            privacy = with_privacy(
+                config, {"expected_batch_size": tan.reference_batch_size, **aim}
+            ).privacy
             sigma = _sigma(privacy, config.train.num_steps, config.data.num_examples)
         own = {"noise_multiplier": sigma * scale, "target_epsilon": None, "simulation": scale != 1}
         return with_privacy(config, own)

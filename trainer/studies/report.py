@@ -85,14 +85,28 @@ def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result]
         state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
         # What a claim is a function of: runs that differ by their seed alone have one, which takes seconds.
         before = (state.opened.get("behind"), state.opened.get("disjoint_from_start"))
-        known = repr((state.charged_groups(), state.plan.target_delta, state.plan.accounted_delta, before))
+        known = repr(
+            (state.charged_groups(), state.plan.target_delta, state.plan.accounted_delta, before)
+        )
         if known not in claims:
             claims[known] = claim_of(folder.run(one.name), state)
         found = read_utility(folder.run(one.name)).heldout_loss
         losses = {point.step: point.loss for point in found if point.loss is not None}
         epsilon, delta = claims[known] or (None, None)
         blind, shuffled = (found[-1].blind_loss, found[-1].shuffled_loss) if found else (None, None)
-        results.append(Result(one, progress, state.plan, state.num_charged, epsilon, delta, losses, blind, shuffled))
+        results.append(
+            Result(
+                one,
+                progress,
+                state.plan,
+                state.num_charged,
+                epsilon,
+                delta,
+                losses,
+                blind,
+                shuffled,
+            )
+        )
     return results, missing
 
 
@@ -113,7 +127,10 @@ class Group:
     @property
     def blind_loss(self) -> float | None:
         """The lowest of the seeds' blind losses, which are equal where all of them see the same held-out data."""
-        return min((result.blind_loss for result in self.results if result.blind_loss is not None), default=None)
+        return min(
+            (result.blind_loss for result in self.results if result.blind_loss is not None),
+            default=None,
+        )
 
     @property
     def below_blind(self) -> float | None:
@@ -126,15 +143,27 @@ class Group:
         """Cells of the page's table: mean and spread over the seeds; epsilon only where every seed has a guarantee."""
         losses, plan, below = self.final_losses, self.results[0].plan, ""
         epsilons = [result.epsilon for result in self.results if result.epsilon is not None]
-        spent = rounded_up(max(epsilons)) if len(epsilons) == len(self.results) else "none (no guarantee)"
-        if any(result.is_simulated for result in self.results):  # then nothing of the group is private
+        spent = (
+            rounded_up(max(epsilons))
+            if len(epsilons) == len(self.results)
+            else "none (no guarantee)"
+        )
+        if any(
+            result.is_simulated for result in self.results
+        ):  # then nothing of the group is private
             spent = "none (simulation, not private)"
         if self.blind_loss is not None and self.below_blind is not None:
             above = sum(loss >= self.blind_loss for loss in losses)
             seeds = f" ({above} of {len(losses)} seeds above it)" if above else ""
             is_below = self.below_blind > 0
-            below = f"{self.below_blind:.4f}{seeds}" if is_below else f"**above it** by {-self.below_blind:.4f}"
-        spread = (statistics.fmean(losses), min(losses), max(losses)) if losses else (None, None, None)
+            below = (
+                f"{self.below_blind:.4f}{seeds}"
+                if is_below
+                else f"**above it** by {-self.below_blind:.4f}"
+            )
+        spread = (
+            (statistics.fmean(losses), min(losses), max(losses)) if losses else (None, None, None)
+        )
         return [
             *(cell(label) for label in self.labels.values()),
             str(plan.expected_batch_size),
@@ -152,7 +181,10 @@ class Group:
         """(step, mean, least, largest) of the held-out loss at the steps that every seed evaluated."""
         shared = set.intersection(*(set(result.losses) for result in self.results))
         seeds = {step: [result.losses[step] for result in self.results] for step in sorted(shared)}
-        return [(step, statistics.fmean(values), min(values), max(values)) for step, values in seeds.items()]
+        return [
+            (step, statistics.fmean(values), min(values), max(values))
+            for step, values in seeds.items()
+        ]
 
     def words(self, color: str | None) -> str:
         """The values of the axes that have no colour, and whether the group is private."""
@@ -165,19 +197,29 @@ def _loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Result], missing: Sequence[str]) -> Path:
+def write_report(
+    folder: StudyFolder, study: StudyConfig, results: Sequence[Result], missing: Sequence[str]
+) -> Path:
     """Writes study_dir/report/; returns its page.
 
     Raises:
         ConfigError: nothing was trained yet, or the folder cannot be written.
     """
     if not results:
-        raise ConfigError(f"study folder {folder.root}: no point has begun; start it with study.py run")
+        raise ConfigError(
+            f"study folder {folder.root}: no point has begun; start it with study.py run"
+        )
     together: dict[tuple[Label, ...], list[Result]] = {}
     for result in results:
         together.setdefault(tuple(result.point.labels.values()), []).append(result)
     groups, target = [Group(of_seeds) for of_seeds in together.values()], folder.report
-    of_plan = ("num_examples", "expected_batch_size", "num_steps", "noise_multiplier", "max_grad_norm")
+    of_plan = (
+        "num_examples",
+        "expected_batch_size",
+        "num_steps",
+        "noise_multiplier",
+        "max_grad_norm",
+    )
     points = [
         {
             **result.columns,
@@ -211,7 +253,9 @@ def write_report(folder: StudyFolder, study: StudyConfig, results: Sequence[Resu
         pictures = draw_all(groups, study.report, target)
         write_durably(target / "study.md", _page(study, results, groups, missing, pictures))
     except OSError as error:
-        raise ConfigError(f"{target}: cannot write the report: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{target}: cannot write the report: {error.strerror or error}"
+        ) from error
     return target / "study.md"
 
 
@@ -222,9 +266,16 @@ def _page(
     missing: Sequence[str],
     pictures: Mapping[str, str],
 ) -> str:
-    unfinished = [*(result.point.name for result in results if result.progress != "finished"), *missing]
+    unfinished = [
+        *(result.point.name for result in results if result.progress != "finished"),
+        *missing,
+    ]
     count = len(results) + len(missing)
-    state = f"{count - len(unfinished)} are done; not done: {', '.join(unfinished)}." if unfinished else "All are done."
+    state = (
+        f"{count - len(unfinished)} are done; not done: {', '.join(unfinished)}."
+        if unfinished
+        else "All are done."
+    )
     parts = [
         f"# {cell(study.title or study.name)}",
         f"Study `{study.name}`: {count} points, {len(study.seeds)} seeds. {state}",
@@ -243,13 +294,23 @@ def _page(
         )
     elif not simulated:
         parts.append("No run claims a guarantee.")
-    parts += ["## Results", table_of([cell(name) for name in (*study.axis, *_COLUMNS)], [g.row() for g in groups])]
+    parts += [
+        "## Results",
+        table_of([cell(name) for name in (*study.axis, *_COLUMNS)], [g.row() for g in groups]),
+    ]
     # What the blind line is, and which groups say nothing about learning because they are not below it.
-    if lines := sorted({round(group.blind_loss, 4) for group in groups if group.blind_loss is not None}):
-        kinds = dict.fromkeys(BLIND_LINE[group.results[0].point.config.model.kind] for group in groups)
+    if lines := sorted(
+        {round(group.blind_loss, 4) for group in groups if group.blind_loss is not None}
+    ):
+        kinds = dict.fromkeys(
+            BLIND_LINE[group.results[0].point.config.model.kind] for group in groups
+        )
         known = [group for group in groups if group.below_blind is not None]
         above_it = [group for group in known if (group.below_blind or 0) <= 0]
-        names = "; ".join(", ".join(f"{axis} {label}" for axis, label in group.labels.items()) for group in above_it)
+        names = "; ".join(
+            ", ".join(f"{axis} {label}" for axis, label in group.labels.items())
+            for group in above_it
+        )
         verdict = f"All {len(known)} groups that are done lie below it."
         if above_it:
             verdict = f"**{len(above_it)} of {len(known)} groups lie above it: {cell(names)}.**"
@@ -258,7 +319,9 @@ def _page(
             f"looking at them: {'; '.join(kinds)}. A model above it is no better than one that does not look. {verdict}"
         )
     else:
-        parts.append("No blind line is known: the held-out data are not public, or the runs evaluated none.")
+        parts.append(
+            "No blind line is known: the held-out data are not public, or the runs evaluated none."
+        )
     parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in pictures.items()]
     parts.append(
         "Held-out losses are those of the runs' `evaluation/heldout.jsonl`, over public held-out data; epsilon is computed from "
@@ -283,19 +346,35 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> di
     done = [group for group in groups if group.final_losses]
     written = {}
     for file, caption, draw, members in (
-        ("curves.png", f"Held-out loss against {words}: mean over the seeds, band from least to largest.",
-         _curves, [group for group in groups if len(group.curve()) > 1]),
-        ("final.png", "Held-out loss after the last step over the coloured axis: seeds, mean, least and largest.",
-         _final, done if color and len({group.labels[color] for group in done}) > 1 else []),
-    ):  # fmt: skip
+        (
+            "curves.png",
+            f"Held-out loss against {words}: mean over the seeds, band from least to largest.",
+            _curves,
+            [group for group in groups if len(group.curve()) > 1],
+        ),
+        (
+            "final.png",
+            "Held-out loss after the last step over the coloured axis: seeds, mean, least and largest.",
+            _final,
+            done if color and len({group.labels[color] for group in done}) > 1 else [],
+        ),
+    ):
         if not members:
             continue
         figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
         ax = figure.subplots()
         draw(ax, members, color, report)
-        for loss in sorted({round(group.blind_loss, 4) for group in members if group.blind_loss is not None}):
+        for loss in sorted(
+            {round(group.blind_loss, 4) for group in members if group.blind_loss is not None}
+        ):
             # To be below of; groups with other held-out data have another.
-            ax.axhline(loss, color="black", linestyle=(0, (6, 3)), linewidth=1.1, label=f"blind line {loss:.3f}")
+            ax.axhline(
+                loss,
+                color="black",
+                linestyle=(0, (6, 3)),
+                linewidth=1.1,
+                label=f"blind line {loss:.3f}",
+            )
         ax.set(xlabel=words if draw is _curves else color, ylabel="held-out loss")
         ax.grid(color="#dddddd")
         if ax.get_legend_handles_labels()[0]:
@@ -314,7 +393,10 @@ def _curves(ax: Axes, groups: Sequence[Group], color: str | None, report: Report
         scale = 1 if report.x == "steps" else group.results[0].plan.expected_batch_size
         steps, means, low, high = zip(*group.curve(), strict=True)
         x, look = [step * scale for step in steps], _COLORS[colors.index(value) % len(_COLORS)]
-        line, label = _LINES[rests.index(rest) % len(_LINES)], " ".join(filter(None, (color, str(value), rest)))
+        line, label = (
+            _LINES[rests.index(rest) % len(_LINES)],
+            " ".join(filter(None, (color, str(value), rest))),
+        )
         ax.plot(x, means, color=look, linestyle=line, label=label)
         ax.fill_between(x, low, high, color=look, alpha=0.18, linewidth=0)
 
@@ -323,14 +405,21 @@ def _final(ax: Axes, groups: Sequence[Group], color: str | None, report: ReportS
     """Mean, least and largest, and the seeds; only numbers are joined by a line, names have nothing between them."""
     assert color is not None
     values = list(dict.fromkeys(group.labels[color] for group in groups))
-    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    numbers = [
+        float(value)
+        for value in values
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
     is_numeric = len(numbers) == len(values)
     lines: dict[str, list[Group]] = {}
     for group in groups:
         lines.setdefault(group.words(color), []).append(group)
     for index, (name, members) in enumerate(lines.items()):
         look = _COLORS[index % len(_COLORS)]
-        at = [float(group.labels[color]) if is_numeric else values.index(group.labels[color]) for group in members]
+        at = [
+            float(group.labels[color]) if is_numeric else values.index(group.labels[color])
+            for group in members
+        ]
         losses = [group.final_losses for group in members]
         means = [statistics.fmean(of_seeds) for of_seeds in losses]
         around = [
@@ -338,7 +427,16 @@ def _final(ax: Axes, groups: Sequence[Group], color: str | None, report: ReportS
             [max(of_seeds) - mean for mean, of_seeds in zip(means, losses, strict=True)],
         ]
         style = "-" if is_numeric else "none"
-        ax.errorbar(at, means, around, color=look, linestyle=style, marker="_", capsize=4, label=name or None)
+        ax.errorbar(
+            at,
+            means,
+            around,
+            color=look,
+            linestyle=style,
+            marker="_",
+            capsize=4,
+            label=name or None,
+        )
         for x, of_seeds in zip(at, losses, strict=True):
             ax.scatter([x] * len(of_seeds), of_seeds, color=look, s=14, alpha=0.6)
     if not is_numeric:

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from data.examples.examples import CaptionExample, ImageExample, LabelledImageExample, MaskedImageExample
+from data.examples.examples import (
+    CaptionExample,
+    ImageExample,
+    LabelledImageExample,
+    MaskedImageExample,
+)
 from data.examples.tokenizer import CaptionTokenizer
 from models.base import ImageEncoder
 from models.captioner import Captioner
@@ -41,17 +46,26 @@ class CaptioningTask(TrainingTask):
     def make_example(self, *, train: bool) -> CaptionExample:
         config, data = self.model_config, self._data
         return CaptionExample(
-            config.encoder.image_size, config.num_tokens, self.tokenizer_path, data.caption_field,
-            config.parallel_share, train=train, augment=data.augment,
-        )  # fmt: skip
+            config.encoder.image_size,
+            config.num_tokens,
+            self.tokenizer_path,
+            data.caption_field,
+            config.parallel_share,
+            train=train,
+            augment=data.augment,
+        )
 
     def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         config = self.model_config
         targets = {
-            "tokens_BL": torch.randint(0, config.vocab_size, (count, config.num_tokens), generator=generator),
+            "tokens_BL": torch.randint(
+                0, config.vocab_size, (count, config.num_tokens), generator=generator
+            ),
             "token_mask_BL": torch.ones(count, config.num_tokens, dtype=torch.bool),
         }
-        return targets | ({"is_parallel_B": torch.arange(count) % 2 == 1} if config.parallel_share > 0 else {})
+        return targets | (
+            {"is_parallel_B": torch.arange(count) % 2 == 1} if config.parallel_share > 0 else {}
+        )
 
     def facts(self) -> dict[str, Any]:
         digest = hashlib.sha256(self.tokenizer_path.read_bytes()).hexdigest()
@@ -61,9 +75,12 @@ class CaptioningTask(TrainingTask):
         """Greedy captions."""
         tokenizer = CaptionTokenizer.from_file(self.tokenizer_path)
         shown = to_device(inputs, engine)["images_BCHW"]
-        tokens_BL = greedy_captions(engine.module, shown, max_tokens=self.model_config.num_tokens - 1)
+        tokens_BL = greedy_captions(
+            engine.module, shown, max_tokens=self.model_config.num_tokens - 1
+        )
         said, references = (
-            [tokenizer.decode(row) for row in x_BL.tolist()] for x_BL in (tokens_BL, inputs["tokens_BL"])
+            [tokenizer.decode(row) for row in x_BL.tolist()]
+            for x_BL in (tokens_BL, inputs["tokens_BL"])
         )
         return list(zip(said, references, strict=True))
 
@@ -82,17 +99,28 @@ class ClassificationTask(TrainingTask):
     def make_example(self, *, train: bool) -> LabelledImageExample:
         config, data = self.model_config, self._data
         return LabelledImageExample(
-            config.encoder.image_size, config.num_classes, data.label_field, train=train, augment=data.augment
+            config.encoder.image_size,
+            config.num_classes,
+            data.label_field,
+            train=train,
+            augment=data.augment,
         )
 
     def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {"labels_B": torch.randint(0, self.model_config.num_classes, (count,), generator=generator)}
+        return {
+            "labels_B": torch.randint(
+                0, self.model_config.num_classes, (count,), generator=generator
+            )
+        }
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cross-entropy (without smoothing) and accuracy."""
         logits_BK = engine.module(inputs["images_BCHW"], output="logits")
         correct_B = logits_BK.argmax(dim=1) == inputs["labels_B"]
-        return {"loss": classification_loss(logits_BK, inputs["labels_B"]), "accuracy": correct_B.float()}
+        return {
+            "loss": classification_loss(logits_BK, inputs["labels_B"]),
+            "accuracy": correct_B.float(),
+        }
 
     def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
         """The likeliest class of each image, and its label."""
@@ -128,10 +156,14 @@ class MaskedAutoencodingTask(TrainingTask):
         patch = self.model_config.encoder.patch_size
         rows: list[list[np.ndarray]] = []
         for batch in batches:
-            predicted = engine.module(**to_device(batch.inputs, engine), output="patches").float().cpu()
+            predicted = (
+                engine.module(**to_device(batch.inputs, engine), output="patches").float().cpu()
+            )
             images, mask = batch.inputs["images_BCHW"].float(), batch.inputs["mask_BP"][:, :, None]
             original = to_patches(images, patch)
-            if self.model_config.normalise_pixels:  # in each patch's own units: show it in the original's
+            if (
+                self.model_config.normalise_pixels
+            ):  # in each patch's own units: show it in the original's
                 predicted = predicted * (original.var(dim=-1, keepdim=True) + 1e-6).sqrt()
                 predicted = predicted + original.mean(dim=-1, keepdim=True)
             masked = from_patches(torch.where(mask, torch.zeros(()), original), patch)
@@ -166,7 +198,8 @@ class EncodingTask(TrainingTask):
 
 
 TASKS: dict[str, type[TrainingTask]] = {
-    task.kind: task for task in (CaptioningTask, ClassificationTask, MaskedAutoencodingTask, EncodingTask)
+    task.kind: task
+    for task in (CaptioningTask, ClassificationTask, MaskedAutoencodingTask, EncodingTask)
 }
 """By kind of model, as recipes and manifests name it."""
 
@@ -187,6 +220,11 @@ def make_task(config: RunConfig, root: Path) -> TrainingTask:
             model_config = classifier_config(size, **overrides)
         case "captioner":
             tokenizer = CaptionTokenizer.from_file(path)
-            special = {name: getattr(tokenizer, name) for name in ("vocab_size", "pad_id", "bos_id", "eos_id")}
-            model_config = captioner_config(size, **overrides, **special, num_tokens=data.num_tokens)
+            special = {
+                name: getattr(tokenizer, name)
+                for name in ("vocab_size", "pad_id", "bos_id", "eos_id")
+            }
+            model_config = captioner_config(
+                size, **overrides, **special, num_tokens=data.num_tokens
+            )
     return TASKS[config.model.kind](model_config, size, data, path)

@@ -53,7 +53,11 @@ class TrainingTask:
     model_class: type[VisionModel]
 
     def __init__(
-        self, model_config: Any, size: str, data: DataSection | None = None, tokenizer_path: Path | None = None
+        self,
+        model_config: Any,
+        size: str,
+        data: DataSection | None = None,
+        tokenizer_path: Path | None = None,
     ) -> None:
         """
         Args:
@@ -67,7 +71,11 @@ class TrainingTask:
         self.tokenizer_path = tokenizer_path or Path()
 
     def build(
-        self, generator: torch.Generator, *, after: Callable[[nn.Module], None] | None = None, one_block: bool = False
+        self,
+        generator: torch.Generator,
+        *,
+        after: Callable[[nn.Module], None] | None = None,
+        one_block: bool = False,
     ) -> VisionModel:
         """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
 
@@ -78,7 +86,11 @@ class TrainingTask:
         config = self.model_config
         if one_block:
             parts = {part.name: getattr(config, part.name) for part in fields(config)}
-            stacks = {name: replace(part, depth=1) for name, part in parts.items() if hasattr(part, "depth")}
+            stacks = {
+                name: replace(part, depth=1)
+                for name, part in parts.items()
+                if hasattr(part, "depth")
+            }
             config = replace(config, **stacks)
         return self.model_class.build(config, generator=generator, after=after)
 
@@ -133,11 +145,17 @@ class TrainingTask:
 def pixels(image_CHW: Tensor) -> np.ndarray:
     """(H, W, 3) uint8 of a normalised image."""
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
-    return ((image_CHW.float() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    return (
+        ((image_CHW.float() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    )
 
 
 def contact_sheet(
-    images: Sequence[np.ndarray], lines: Sequence[tuple[str, str]], *, side: int = SIDE, text_width: int = 480
+    images: Sequence[np.ndarray],
+    lines: Sequence[tuple[str, str]],
+    *,
+    side: int = SIDE,
+    text_width: int = 480,
 ) -> np.ndarray:
     """One picture (H, W, 3 uint8): a row per (H, W, 3 uint8) image with the model's caption and the reference."""
     sheet = Image.new("RGB", (side + text_width, (side + GAP) * len(images)), "white")
@@ -145,12 +163,24 @@ def contact_sheet(
     for row, (image, (generated, reference)) in enumerate(zip(images, lines, strict=True)):
         top = row * (side + GAP)
         sheet.paste(_shown(image, side), (0, top))
-        draw.text((side + 12, top + 8), "model:\n" + _wrapped(generated or "(empty)"), fill="black", font=font)
-        draw.text((side + 12, top + side // 2 + 8), "reference:\n" + _wrapped(reference), fill="dimgray", font=font)
+        draw.text(
+            (side + 12, top + 8),
+            "model:\n" + _wrapped(generated or "(empty)"),
+            fill="black",
+            font=font,
+        )
+        draw.text(
+            (side + 12, top + side // 2 + 8),
+            "reference:\n" + _wrapped(reference),
+            fill="dimgray",
+            font=font,
+        )
     return np.asarray(sheet)
 
 
-def picture_grid(titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], *, side: int = SIDE) -> np.ndarray:
+def picture_grid(
+    titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], *, side: int = SIDE
+) -> np.ndarray:
     """One picture (H, W, 3 uint8): rows of (H, W, 3 uint8) images under the titles of their columns; (0, 0, 3) for none."""
     if not rows:
         return np.zeros((0, 0, 3), np.uint8)

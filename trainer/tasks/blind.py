@@ -77,11 +77,16 @@ def caption_losses(captions: Mapping[Tokens, int], vocab_size: int) -> dict[str,
     totals = dict.fromkeys(("unigram", "bigram", "whole_caption"), 0.0)
     for caption, times in captions.items():
         steps = list(zip((-1, *caption), caption, strict=False))
-        own_words, own_starts = Counter(word for _, word in steps), Counter(before for before, _ in steps)
+        own_words, own_starts = (
+            Counter(word for _, word in steps),
+            Counter(before for before, _ in steps),
+        )
         own_pairs = Counter(steps)
         unigram = bigram = 0.0
         for before, word in steps:
-            p_word = (words[word] - own_words[word] + ADDED) / (num_words - len(steps) + ADDED * vocab_size)
+            p_word = (words[word] - own_words[word] + ADDED) / (
+                num_words - len(steps) + ADDED * vocab_size
+            )
             p_pair = (pairs[before, word] - own_pairs[before, word] + p_word) / (
                 starts[before] - own_starts[before] + 1
             )
@@ -110,7 +115,9 @@ class CaptionFrequencies:
         if captions.total() < 2:
             return {}
         losses = caption_losses(captions, self._vocab_size)
-        return {"blind_loss": min(losses.values())} | {f"blind_{name}_loss": loss for name, loss in losses.items()}
+        return {"blind_loss": min(losses.values())} | {
+            f"blind_{name}_loss": loss for name, loss in losses.items()
+        }
 
 
 class ClassFrequencies:
@@ -167,10 +174,18 @@ class MeanPicture:
         self._moments = {name: self._moments.get(name, 0) + part for name, part in moments.items()}
 
     def values(self) -> dict[str, float]:
-        moments = {name: collectives.all_reduce_sum(part.clone()) for name, part in self._moments.items()}
+        moments = {
+            name: collectives.all_reduce_sum(part.clone()) for name, part in self._moments.items()
+        }
         count = float(moments["count"])
         if count < 2:
             return {}
         mean_PQ = moments["sum"] / count
-        square_PQ = moments["masked_square"] - 2 * mean_PQ * moments["masked_sum"] + moments["share"] * mean_PQ.square()
-        return {"blind_loss": float(square_PQ.mean(dim=1).sum() / count) * (count / (count - 1)) ** 2}
+        square_PQ = (
+            moments["masked_square"]
+            - 2 * mean_PQ * moments["masked_sum"]
+            + moments["share"] * mean_PQ.square()
+        )
+        return {
+            "blind_loss": float(square_PQ.mean(dim=1).sum() / count) * (count / (count - 1)) ** 2
+        }

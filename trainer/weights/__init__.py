@@ -45,4 +45,6 @@ def require_new(path: Path) -> None:
         ConfigError: `path` is there and not an empty folder.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} is there and not empty: nothing is overwritten; give another folder")
+        raise ConfigError(
+            f"{path} is there and not empty: nothing is overwritten; give another folder"
+        )

@@ -17,7 +17,14 @@ from torch import Tensor
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.classifier import without_adapters
 from models.converters import peft
-from models.converters.huggingface import CONFIG, PROCESSOR, WEIGHTS, image_processor, to_vit_mae, to_vit_model
+from models.converters.huggingface import (
+    CONFIG,
+    PROCESSOR,
+    WEIGHTS,
+    image_processor,
+    to_vit_mae,
+    to_vit_model,
+)
 from models.converters.names import TIMM
 from models.converters.native import encoder_as, save_model
 from models.converters.weights import write_weights
@@ -66,10 +73,14 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
     """
     encoder = getattr(opened.model, "encoder", None)
     if not isinstance(encoder, VisionTransformer):
-        raise ConfigError(f"{opened.path}: its model has no vision transformer as encoder, so nothing can be exported")
+        raise ConfigError(
+            f"{opened.path}: its model has no vision transformer as encoder, so nothing can be exported"
+        )
     proof = proof_of(opened.path, opened.manifest)
     card = None if proof.state is None else build_card(opened.path.resolve().parent.parent)
-    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | facts_of(card, proof.reason)
+    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | facts_of(
+        card, proof.reason
+    )
     with new_folder(out) as folder:
         if form == "safetensors":
             _write_own(folder, opened, encoder, about)
@@ -91,8 +102,15 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
                 "qkv_bias": shape.qkv_bias,
                 "global_pool": "token",
             }
-            _write(folder, {"model_args": arguments, "norm_eps": shape.norm_eps, "about": about}, tensors, encoder)
-            torch.save({"model": tensors}, folder / "model.pth")  # what detection and segmentation codes read
+            _write(
+                folder,
+                {"model_args": arguments, "norm_eps": shape.norm_eps, "about": about},
+                tensors,
+                encoder,
+            )
+            torch.save(
+                {"model": tensors}, folder / "model.pth"
+            )  # what detection and segmentation codes read
         else:
             config, tensors = to_vit_model(without_adapters(encoder))
             _write(folder, {**config, "about": about}, tensors, encoder)
@@ -130,10 +148,15 @@ def _write(
     _write_json(folder / names[0], config)
     write_weights(folder / names[1], tensors)
     if encoder is not None:
-        _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
+        _write_json(
+            folder / PROCESSOR,
+            image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD),
+        )
 
 
-def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]) -> None:
+def _write_own(
+    folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]
+) -> None:
     """Writes our names, with the source that builds the model from them and, for captions, what else transformers needs to write
     texts and captions as evaluation does.
     """
@@ -142,7 +165,11 @@ def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, ab
     if isinstance(opened.task, CaptioningTask):
         source, config = opened.task.tokenizer_path, opened.task.model_config
         tokenizer = Tokenizer.from_file(str(source))
-        special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
+        special = {
+            "bos_token": config.bos_id,
+            "eos_token": config.eos_id,
+            "pad_token": config.pad_id,
+        }
         names = {name: str(tokenizer.id_to_token(token)) for name, token in special.items()}
         before = tokenizer.to_str()
         tokenizer.no_truncation()
@@ -171,8 +198,12 @@ def _write_own(folder: Path, opened: OpenedModel, encoder: VisionTransformer, ab
         shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
         automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
     save_model(folder, opened.model, opened.manifest["model"], about, automatic)
-    _write_json(folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD))
-    shutil.copytree(ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__"))
+    _write_json(
+        folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD)
+    )
+    shutil.copytree(
+        ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
 
 

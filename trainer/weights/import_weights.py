@@ -56,7 +56,9 @@ def import_weights(
         ConfigError: `out` is there, no tokenizer or one of another size, or a declaration against an exported folder's own.
     """
     config, parameters = read_foreign(kind, source, size, overrides)
-    exported: dict[str, Any] = {}  # what an exported folder says of its origin: a claim, but not to be lost on the way
+    exported: dict[
+        str, Any
+    ] = {}  # what an exported folder says of its origin: a claim, but not to be lost on the way
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(((source if source.is_dir() else source.parent) / CONFIG).read_text())
         about = content.get("about") if isinstance(content, dict) else None
@@ -73,7 +75,9 @@ def import_weights(
             )
         stated = exported.get("tokenizer_sha256")
         if stated is not None and file_digest(tokenizer) != stated:
-            raise ConfigError(f"{tokenizer} is not the tokenizer that {source} was trained with: its SHA-256 differs")
+            raise ConfigError(
+                f"{tokenizer} is not the tokenizer that {source} was trained with: its SHA-256 differs"
+            )
         tokens = CaptionTokenizer.from_file(tokenizer)
         if tokens.vocab_size != config.vocab_size:
             raise ConfigError(
@@ -83,14 +87,20 @@ def import_weights(
         config = replace(config, pad_id=tokens.pad_id, bos_id=tokens.bos_id, eos_id=tokens.eos_id)
         facts["tokenizer_sha256"] = file_digest(tokenizer)
     elif tokenizer is not None:
-        raise ConfigError("--tokenizer is for captioners, and these weights are not a captioner's: leave it out")
+        raise ConfigError(
+            "--tokenizer is for captioners, and these weights are not a captioner's: leave it out"
+        )
     if source.is_file():
         digest = file_digest(source)
     else:  # over the names and digests of a folder's weight files
-        files = sorted(p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin"))
+        files = sorted(
+            p for p in source.iterdir() if p.is_file() and p.suffix in (".safetensors", ".bin")
+        )
         if not files:
             raise WeightsError(f"{source} holds no weight file")
-        digest = hashlib.sha256("".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()).hexdigest()
+        digest = hashlib.sha256(
+            "".join(f"{p.name} {file_digest(p)}\n" for p in files).encode()
+        ).hexdigest()
     manifest = {
         "format": FORMAT,
         "step": 0,
@@ -116,13 +126,18 @@ def import_weights(
         if isinstance(config, CaptionerConfig) and tokenizer is not None:
             shutil.copy(tokenizer, folder / TOKENIZER)
         # One file as of a single rank; see privacy/checkpoints/read.py.
-        save_file({f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()}, folder / _WEIGHTS)
+        save_file(
+            {f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()},
+            folder / _WEIGHTS,
+        )
         manifest = sealed({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     return manifest
 
 
-def _training_data(provenance: Provenance | None, exported: Mapping[str, Any], source: Path) -> dict[str, Any]:
+def _training_data(
+    provenance: Provenance | None, exported: Mapping[str, Any], source: Path
+) -> dict[str, Any]:
     """What the manifest says of the data. Hashes of public shards survive, so that a later run recognises its own data."""
     if not exported:
         return {"provenance": provenance or "private"}

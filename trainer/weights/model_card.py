@@ -111,7 +111,9 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
     """
     manifest, kind = opened.manifest, opened.task.kind
     name, shown = cell(manifest.get("run", "model")), kind.replace("_", " ")
-    what = {"safetensors": shown, "peft": f"adapters of the encoder of a {shown}"}.get(form, f"encoder of a {shown}")
+    what = {"safetensors": shown, "peft": f"adapters of the encoder of a {shown}"}.get(
+        form, f"encoder of a {shown}"
+    )
     formal = "true" if card is not None and card.formal_guarantee else "false"
     if card is None:
         privacy = (
@@ -122,9 +124,13 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         reasons = bullets(cell(why) for why in card.reasons)
         privacy = f"**formal_guarantee: false. No epsilon is claimed.** Reasons:\n\n{reasons}"
     else:
-        epsilon = "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
+        epsilon = (
+            "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
+        )
         behind = (
-            "" if card.composition is None else ", composed with what the private runs behind its weights had spent"
+            ""
+            if card.composition is None
+            else ", composed with what the private runs behind its weights had spent"
         )
         privacy = (
             f"**formal_guarantee: true, {epsilon} at delta {card.delta:.6g}**, of every attempt that the run's ledger holds (so "
@@ -137,7 +143,9 @@ def model_card(opened: OpenedModel, form: str, card: PrivacyCard | None, reason:
         f"tokenizer: SHA-256 {cell(manifest.get('tokenizer_sha256', 'none'))}",
     ]
     loading = [
-        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": ""}[form].format(here=".")
+        {"timm": _TIMM, "peft": _PEFT, "hf": f"The encoder:\n\n{_VIT}", "safetensors": ""}[
+            form
+        ].format(here=".")
     ]
     own = form == "safetensors"
     whole = own or (form == "hf" and kind != "encoder")

@@ -72,18 +72,26 @@ def open_model(
     task = _task(checkpoint, tokenizer)
     model = task.build(torch.Generator().manual_seed(0))
     checkpoint.load_weights(model, average=use_average)
-    broken = [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    broken = [
+        name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())
+    ]
     if broken:
         raise ConfigError(
             f"{checkpoint.path}: {broken[0]} has entries that are NaN or infinite; take an earlier checkpoint"
         )
-    return OpenedModel(model.to(device=device, dtype=dtype).eval(), task, checkpoint.manifest, checkpoint.path)
+    return OpenedModel(
+        model.to(device=device, dtype=dtype).eval(), task, checkpoint.manifest, checkpoint.path
+    )
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:
     """The run folder around a checkpoint, if it lies in one."""
     folder = checkpoint.resolve().parent
-    return folder.parent if folder.name == "checkpoints" and (folder.parent / "config.toml").is_file() else None
+    return (
+        folder.parent
+        if folder.name == "checkpoints" and (folder.parent / "config.toml").is_file()
+        else None
+    )
 
 
 def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
@@ -102,14 +110,18 @@ def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
     if run is not None:
         path = run / "config.toml"
         data = validated(
-            DataSection, read_toml(path, "recipe", "restore it from a copy").get("data", {}), f"{path}: [data]"
+            DataSection,
+            read_toml(path, "recipe", "restore it from a copy").get("data", {}),
+            f"{path}: [data]",
         )
     path = EMBEDDED_TOKENIZER
     if isinstance(config, CaptionerConfig):
         candidates = [checkpoint.path / TOKENIZER, ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
         candidates = candidates if tokenizer is None else [tokenizer]
         stated = manifest.get("tokenizer_sha256")
-        found = next((path for path in candidates if path.is_file() and file_digest(path) == stated), None)
+        found = next(
+            (path for path in candidates if path.is_file() and file_digest(path) == stated), None
+        )
         if found is None:
             raise ConfigError(
                 f"{checkpoint.path}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at "

@@ -97,11 +97,17 @@ def _statement(start: Start) -> str:
     if before is not None and before.kind == IMPORTED:
         who = f"whoever imported them declared the data behind them {start.training_data}"
         return f"{origin}: {who}. {_statement(before)}"
-    behind = f" Before that: {_statement(before)}" if before is not None and before.kind == "checkpoint" else ""
+    behind = (
+        f" Before that: {_statement(before)}"
+        if before is not None and before.kind == "checkpoint"
+        else ""
+    )
     if start.training_data in ("public", "synthetic"):
         return f"{origin}, trained on data that its recipe declares {start.training_data}.{behind}"
     if not start.guarantee:
-        return f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
+        return (
+            f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
+        )
     return (
         f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon)} at delta "
         f"{start.guarantee.delta:g} of its own. The two compose: the card's first number holds what both spent.{behind}"
@@ -132,7 +138,11 @@ def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
     require_recorded(checkpoint, state)
     position = manifest.get("ledger") or {}
     seq = position.get("seq")
-    if type(seq) is not int or not 0 <= seq < len(state.hashes) or state.hashes[seq] != position.get("hash"):
+    if (
+        type(seq) is not int
+        or not 0 <= seq < len(state.hashes)
+        or state.hashes[seq] != position.get("hash")
+    ):
         raise NotRecorded(
             f"{checkpoint}: remembers no line of {ledger}, which is that of another run, or was rolled back{WAYS}"
         )

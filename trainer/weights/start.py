@@ -30,7 +30,9 @@ from trainer.weights.provenance import IMPORTED, Start, proof_of
 _HASH_DIGITS = 16
 
 
-def training_data_facts(config: RunConfig, table: ExampleTable, resumed: Checkpoint | None = None) -> dict[str, Any]:
+def training_data_facts(
+    config: RunConfig, table: ExampleTable, resumed: Checkpoint | None = None
+) -> dict[str, Any]:
     """What a manifest says about the data. Hashes of private shards would describe private data, so there are none.
 
     Raises:
@@ -39,12 +41,18 @@ def training_data_facts(config: RunConfig, table: ExampleTable, resumed: Checkpo
     provenance = config.data.provenance
     if provenance == "private":
         return {"provenance": provenance}
-    if resumed is not None and resumed.manifest.get("training_data", {}).get("provenance") == "private":
+    if (
+        resumed is not None
+        and resumed.manifest.get("training_data", {}).get("provenance") == "private"
+    ):
         raise ConfigError(
             f"data.provenance is {provenance}, but {resumed.path} was trained on the same data as private: set it back, or "
             "start another run folder"
         )
-    return {"provenance": provenance, "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries)}
+    return {
+        "provenance": provenance,
+        "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries),
+    }
 
 
 def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
@@ -64,11 +72,15 @@ def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
             hint = f"; make it first: {command} (init.parts=none starts at random instead)"
         if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
             hint = ": it holds weights, and no checkpoint of this project; export.py --import makes one of them"
-        raise ConfigError(f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}")
+        raise ConfigError(
+            f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}"
+        )
     return Checkpoint(path / "checkpoints" / names[0])  # an older one would have to be named
 
 
-def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: ExampleTable) -> dict[str, Any]:
+def initialisation_facts(
+    config: RunConfig, checkpoint: Checkpoint, table: ExampleTable
+) -> dict[str, Any]:
     """What this run's manifests say about its start.
 
     Raises:
@@ -76,7 +88,9 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
         PrivacyStateRefused: the ledger around the checkpoint is broken, or recorded another one.
     """
     manifest = checkpoint.manifest
-    state = proof_of(checkpoint.path, manifest).state  # also of data that the manifest declares public
+    state = proof_of(
+        checkpoint.path, manifest
+    ).state  # also of data that the manifest declares public
     behind = manifest.get("training_data", {"provenance": "private"})
     facts = {
         "kind": "checkpoint",
@@ -90,7 +104,9 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
         delta = state.plan.target_delta if state is not None else None
         facts["guarantee"] = None if epsilon is None else {"epsilon": epsilon, "delta": delta}
     else:
-        facts["shards"] = behind.get("shards", [])  # a run that starts from this one must recognise its data too
+        facts["shards"] = behind.get(
+            "shards", []
+        )  # a run that starts from this one must recognise its data too
     if config.privacy.enabled:
         # Every link of the chain of starts is looked at: private data count only with a guarantee that a ledger proves.
         first = Start()
@@ -117,7 +133,9 @@ def initialisation_facts(config: RunConfig, checkpoint: Checkpoint, table: Examp
                 "it"
             )
         # Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at.
-        if not {entry.sha256[:_HASH_DIGITS] for entry in table.entries}.isdisjoint(_stated_shards(facts)):
+        if not {entry.sha256[:_HASH_DIGITS] for entry in table.entries}.isdisjoint(
+            _stated_shards(facts)
+        ):
             raise ConfigError(
                 f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of this run's private data, "
                 "which it declares public or synthetic; a private run cannot start from it"
@@ -136,7 +154,10 @@ def _stated_shards(tree: Any) -> Iterator[str]:
 
 
 def load_start(
-    checkpoint: Checkpoint, config: InitSection, model: nn.Module, tokenizer_sha256: str | None = None
+    checkpoint: Checkpoint,
+    config: InitSection,
+    model: nn.Module,
+    tokenizer_sha256: str | None = None,
 ) -> list[str]:
     """Sets weights of a fresh model; returns the names of the parameters that keep their random start.
 
@@ -153,7 +174,9 @@ def load_start(
     """
     # The weights that are taken mean what they meant: nothing of the encoder is left out, and only sizes may differ.
     names = {name for name, _ in model.named_parameters()}
-    left_out = sorted(name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names)
+    left_out = sorted(
+        name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names
+    )
     if left_out:
         raise ConfigError(
             f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
@@ -183,13 +206,21 @@ def load_start(
             fresh.append(name)
             continue
         if name not in checkpoint.shapes:
-            raise ConfigError(f'{checkpoint.path} has no {name}; init.parts = "encoder" starts the rest at random')
+            raise ConfigError(
+                f'{checkpoint.path} has no {name}; init.parts = "encoder" starts the rest at random'
+            )
         value = checkpoint.full("param", name)
         if value.shape != parameter.shape:
             # Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic).
             before, now = value.shape, parameter.shape
-            old, new = (math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0 for shape in (before, now))
-            is_grid = len(before) == len(now) == 3 and (old**2, new**2) == (before[1] - 1, now[1] - 1)
+            old, new = (
+                math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0
+                for shape in (before, now)
+            )
+            is_grid = len(before) == len(now) == 3 and (old**2, new**2) == (
+                before[1] - 1,
+                now[1] - 1,
+            )
             if not (is_grid and name.endswith("position.table") and before[-1] == now[-1]):
                 raise ConfigError(
                     f"{checkpoint.path}: {name} has shape {tuple(before)}, but the model's is {tuple(now)}"
@@ -201,13 +232,18 @@ def load_start(
 
 
 _MAY_DIFFER = {
-    "image_size", "num_tokens",  # resized, or checked by shape
-    "mask_ratio", "parallel_share",  # of the training task
-    "embedding_std", "max_logits",  # of initial values and of memory
-}  # fmt: skip
+    "image_size",
+    "num_tokens",  # resized, or checked by shape
+    "mask_ratio",
+    "parallel_share",  # of the training task
+    "embedding_std",
+    "max_logits",  # of initial values and of memory
+}
 
 
-def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+def _first_difference(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> tuple[str, Any, Any] | None:
     """Name and both values of the first option that both state and that changes what equal weights compute."""
     for name, value in ours.items():
         other = theirs.get(name, value)
@@ -256,7 +292,10 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
     is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
     if is_private and state.plan.formal_guarantee:
         return ledgers_of_run(run_dir, str(manifest.get("run")), int(manifest["ledger"]["seq"]) + 1)
-    return [LedgerBehind(run, data, data.count(b"\n")) for run, data in read_copies(run_dir, state.opened)]
+    return [
+        LedgerBehind(run, data, data.count(b"\n"))
+        for run, data in read_copies(run_dir, state.opened)
+    ]
 
 
 def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:

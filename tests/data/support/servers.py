@@ -20,7 +20,9 @@ class RangeServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, folder: Path, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    ) -> None:
         super().__init__((host, 0), _Handler)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_side=True)
@@ -41,7 +43,9 @@ class RangeServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: RangeServer
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # header and body go out in two writes, and the second would wait for 40 ms
+    disable_nagle_algorithm = (
+        True  # header and body go out in two writes, and the second would wait for 40 ms
+    )
 
     def log_message(self, *_: object) -> None:
         """Silent."""
@@ -88,14 +92,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes, sent: bytes | bool = True, **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "Accept-Ranges": "bytes", **headers}.items():
+        for name, value in {
+            "Content-Length": str(len(body)),
+            "Accept-Ranges": "bytes",
+            **headers,
+        }.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body if sent is True else sent or b"")
 
 
 @contextmanager
-def range_server(folder: Path, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> Iterator[RangeServer]:
+def range_server(
+    folder: Path, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> Iterator[RangeServer]:
     server = RangeServer(folder, host, tls)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

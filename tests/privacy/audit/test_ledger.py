@@ -62,7 +62,11 @@ def test_the_key_is_the_one_that_the_ledger_is_committed_to(tmp_path: Path) -> N
     private.mkdir(mode=0o700)
     members = private / "members.jsonl"
     ledger, _ = open_run_state(
-        tmp_path / "ledger.jsonl", private / "sampling.key", PLAN, data_manifest=b"x", members=members
+        tmp_path / "ledger.jsonl",
+        private / "sampling.key",
+        PLAN,
+        data_manifest=b"x",
+        members=members,
     )
     with ledger:
         ledger.start_session(ENVIRONMENT)
@@ -100,7 +104,9 @@ def test_what_is_no_run_folder_is_one_line_and_never_waited_for(kind: str, tmp_p
     else:
         ledger.touch()
         given, said = (
-            (ledger, "is a file: give the run folder") if kind.startswith("a") else (tmp_path / "x", f"give {tmp_path}")
+            (ledger, "is a file: give the run folder")
+            if kind.startswith("a")
+            else (tmp_path / "x", f"give {tmp_path}")
         )
         (tmp_path / "x").mkdir()
     with pytest.raises(ConfigError, match=said):
@@ -129,9 +135,17 @@ def test_verdict(checks: list, verdict: str, code: int) -> None:
 
 
 def test_json_is_plain_and_finite_and_false_alarms_add_up() -> None:
-    checks = [fact("a", True, "said", statistic=np.float64(1.5), threshold=math.inf), random_check("b", 0.5, "")]
-    report = AuditReport("test", [*checks, random_check("c", 0.5, "", alpha=4e-4)], {"extra": math.nan})
+    checks = [
+        fact("a", True, "said", statistic=np.float64(1.5), threshold=math.inf),
+        random_check("b", 0.5, ""),
+    ]
+    report = AuditReport(
+        "test", [*checks, random_check("c", 0.5, "", alpha=4e-4)], {"extra": math.nan}
+    )
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    assert found["checks"][0] | {"statistic": 1.5, "threshold": None, "sentence": "said"} == found["checks"][0]
+    assert (
+        found["checks"][0] | {"statistic": 1.5, "threshold": None, "sentence": "said"}
+        == found["checks"][0]
+    )
     assert found["extra"] is None and found["verdict"] == "consistent"
     assert found["false_alarm_rate"] == pytest.approx(4.1e-4)

@@ -150,24 +150,68 @@ def build(
     size = max(LANES, 2 * tokens + 24)  # of a square matrix that takes the ghost norm
     signs = torch.arange(LANES) % 2 * 2.0 - 1  # which a norm leaves as they are
     if rule == "chunked":
-        return ByChunks(LANES), lambda values: (values, torch.full_like(values, 4.0)), lambda total: total[1]
+        return (
+            ByChunks(LANES),
+            lambda values: (values, torch.full_like(values, 4.0)),
+            lambda total: total[1],
+        )
     models: dict[str, tuple[Callable[[], nn.Module], Tensor, int, Callable[[Tensor], Tensor]]] = {
         # the model, its input of one token, the width of its output, and the lanes
-        "ghost": (lambda: Product(nn.Linear(size, size, bias=False)), torch.eye(size)[0], size, lambda x: x[:LANES, 0]),
-        "calls": (lambda: Twice(nn.Linear(size, size, bias=False)), torch.eye(size)[0], size, lambda x: x[:LANES, 0]),
-        "table_calls": (lambda: Twice(nn.Embedding(3, LANES)), torch.tensor(1), LANES, lambda x: x[1]),
-        "written_out": (lambda: Product(nn.Linear(2, LANES, bias=False)), torch.eye(2)[0], LANES, lambda x: x[:, 0]),
+        "ghost": (
+            lambda: Product(nn.Linear(size, size, bias=False)),
+            torch.eye(size)[0],
+            size,
+            lambda x: x[:LANES, 0],
+        ),
+        "calls": (
+            lambda: Twice(nn.Linear(size, size, bias=False)),
+            torch.eye(size)[0],
+            size,
+            lambda x: x[:LANES, 0],
+        ),
+        "table_calls": (
+            lambda: Twice(nn.Embedding(3, LANES)),
+            torch.tensor(1),
+            LANES,
+            lambda x: x[1],
+        ),
+        "written_out": (
+            lambda: Product(nn.Linear(2, LANES, bias=False)),
+            torch.eye(2)[0],
+            LANES,
+            lambda x: x[:, 0],
+        ),
         "convolution": (
             lambda: Convolved(nn.Conv1d(size, size, 1, bias=False)),
             torch.eye(size)[0],
             size,
             lambda x: x[:LANES, 0, 0],
         ),
-        "bias": (lambda: Product(nn.Linear(2, LANES), frozen="weight"), torch.ones(2), LANES, torch.clone),
+        "bias": (
+            lambda: Product(nn.Linear(2, LANES), frozen="weight"),
+            torch.ones(2),
+            LANES,
+            torch.clone,
+        ),
         "raw": (lambda: Product(Raw(LANES)), torch.zeros(LANES), LANES, torch.flatten),
-        "layer_norm": (lambda: Product(nn.LayerNorm(LANES), frozen="weight"), signs, LANES, torch.clone),
-        "group_norm": (lambda: Convolved(nn.GroupNorm(1, LANES), frozen="weight"), signs, LANES, torch.clone),
-        "embedding": (lambda: Product(nn.Embedding(3, LANES)), torch.tensor(1), LANES, lambda x: x[1]),
+        "layer_norm": (
+            lambda: Product(nn.LayerNorm(LANES), frozen="weight"),
+            signs,
+            LANES,
+            torch.clone,
+        ),
+        "group_norm": (
+            lambda: Convolved(nn.GroupNorm(1, LANES), frozen="weight"),
+            signs,
+            LANES,
+            torch.clone,
+        ),
+        "embedding": (
+            lambda: Product(nn.Embedding(3, LANES)),
+            torch.tensor(1),
+            LANES,
+            lambda x: x[1],
+        ),
     }
     make, token, width, lanes_of = models[rule]
     return make(), partial(_constant, token, width), lanes_of
@@ -176,11 +220,23 @@ def build(
 def _constant(token: Tensor, width: int, values_NTL: Tensor) -> tuple[Tensor, Tensor]:
     """The same input for all tokens; output gradients that are zero behind the lanes."""
     x = token.to(values_NTL.device, values_NTL.dtype if token.is_floating_point() else token.dtype)
-    return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(values_NTL, (0, width - LANES))
+    return x.expand(*values_NTL.shape[:2], *token.shape), nn.functional.pad(
+        values_NTL, (0, width - LANES)
+    )
 
 
 RULES = (
-    *("embedding", "ghost", "bias", "written_out", "raw", "convolution", "layer_norm", "chunked", "group_norm"),
+    *(
+        "embedding",
+        "ghost",
+        "bias",
+        "written_out",
+        "raw",
+        "convolution",
+        "layer_norm",
+        "chunked",
+        "group_norm",
+    ),
     *("calls", "table_calls"),
 )
 """In turn."""
@@ -221,12 +277,23 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
     tokens = rng.choice([1, 1, 2, 3, 8, 24, 40, 77, 197, 512])
     if rule == "raw" and dtype == "bf16":
         tokens = 1  # the model itself adds up the tokens of a raw parameter, in bf16: not what is searched here
-    sizes = tuple(rng.choices([1, 2, 3, 8, 16, 31, 32, 33, 63, 64, 65, 100, 256, 1024], k=rng.choice([1, 1, 3])))
+    sizes = tuple(
+        rng.choices(
+            [1, 2, 3, 8, 16, 31, 32, 33, 63, 64, 65, 100, 256, 1024], k=rng.choice([1, 1, 3])
+        )
+    )
     most = max(
-        4, min(1600, rng.choice(TOKENS_OF_A_DRAW) // tokens, rng.choice([60, 60, 600]) * sum(sizes) // len(sizes))
+        4,
+        min(
+            1600,
+            rng.choice(TOKENS_OF_A_DRAW) // tokens,
+            rng.choice([60, 60, 600]) * sum(sizes) // len(sizes),
+        ),
     )
     before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
-    function = rng.choice(["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"])
+    function = rng.choice(
+        ["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"]
+    )
     bound = 1.0 if function == "automatic" else rng.choice([None, None, None, 1.0])
     mode, after, has_cap = rng.choice(MODES), most - before - 1, rng.random() < 0.5
     return Construction(rule, dtype, mode, function, tokens, sizes, before, after, bound, has_cap)
@@ -237,7 +304,9 @@ Draw = Callable[[random.Random, str], Construction]
 
 def draw_few_tokens(rng: random.Random, rule: str) -> Construction:
     """Of the lesser number of tokens: all rules are met in the time that one large product of bf16 takes."""
-    while (of := draw_construction(rng, rule)).tokens * (of.before + 1 + of.after) > min(TOKENS_OF_A_DRAW):
+    while (of := draw_construction(rng, rule)).tokens * (of.before + 1 + of.after) > min(
+        TOKENS_OF_A_DRAW
+    ):
         pass
     return of
 
@@ -246,7 +315,11 @@ def draw_small(rng: random.Random, rule: str) -> Construction:
     """Of few tokens, whose square a model's width goes by, and at most some twenty micro-batches."""
     while (of := draw_few_tokens(rng, rule)).tokens > 77:
         pass
-    most = min(of.before + 1 + of.after, 20 * sum(of.micro_batches) // len(of.micro_batches), (1 << 11) // of.tokens)
+    most = min(
+        of.before + 1 + of.after,
+        20 * sum(of.micro_batches) // len(of.micro_batches),
+        (1 << 11) // of.tokens,
+    )
     before = min(of.before, 1 << ((max(4, most) // 2).bit_length() - 1))
     return replace(of, before=before, after=max(4, most) - before - 1)
 
@@ -267,7 +340,9 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
                 g_NT[x - 2**k : x, first] = 1
                 g_NT[x, 0], g_NT[x - 1, first] = -1, rng.choice([1.5, 1.25, 1 + 2.0**-7, 1])
                 g_NT[x + 1 :] = (
-                    rng.choice([-0.75, -0.75, -0.5, 0.5, 0.75, -0.26, 1.5]) * below * rng.choice([1, 1, 1, 2, 4])
+                    rng.choice([-0.75, -0.75, -0.5, 0.5, 0.75, -0.26, 1.5])
+                    * below
+                    * rng.choice([1, 1, 1, 2, 4])
                 )
             case "cancel":  # tokens carry the partial sum away and back
                 size = rng.choice([1, 2, 4, 8, 15])
@@ -276,8 +351,13 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
                 if of.tokens > 1:
                     g_NT[x + 1 :, 0], g_NT[x + 1 :, -1] = size, -size
             case "random":
-                spread = rng.choice([0, 0, 2]) * torch.randn(count, 1, generator=generator, dtype=torch.float64)
-                g_NT[:] = torch.randn(count, of.tokens, generator=generator, dtype=torch.float64) * 10.0**spread
+                spread = rng.choice([0, 0, 2]) * torch.randn(
+                    count, 1, generator=generator, dtype=torch.float64
+                )
+                g_NT[:] = (
+                    torch.randn(count, of.tokens, generator=generator, dtype=torch.float64)
+                    * 10.0**spread
+                )
             case "halves":  # every addition falls between two numbers
                 g_NT[:, 0] = 1
                 g_NT[x + 1 :] = rng.choice([0.5, 1.5]) * 2.0**-24 * rng.choice([1, 2, 2.0**k])
@@ -286,7 +366,9 @@ def draw_values(of: Construction, rng: random.Random) -> Tensor:
     return of.stored(values)
 
 
-def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumulator: type | None = None) -> Tensor:
+def sizes_of(
+    of: Construction, values_NTL: Tensor, device: torch.device, accumulator: type | None = None
+) -> Tensor:
     """|S - S'| / C of every lane: first for x zeroed in its place, then for x left out with the rows behind it closed up.
 
     C of a lane is the largest contribution to it by exact arithmetic, or what an example may carry away and back
@@ -295,11 +377,18 @@ def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumul
     model, inputs_of, lanes_of = build(of.rule, of.tokens)
     model = model.to(device, DTYPES[of.dtype])
     seen: list[Tensor] = []
-    more: dict[str, Any] = {"mode": of.mode, **({} if accumulator is None else {"accumulator": accumulator})}
-    most = values_NTL.abs().sum(1).norm(dim=1).max()  # rows of another word may have thrice as much (`ByChunks`)
+    more: dict[str, Any] = {
+        "mode": of.mode,
+        **({} if accumulator is None else {"accumulator": accumulator}),
+    }
+    most = (
+        values_NTL.abs().sum(1).norm(dim=1).max()
+    )  # rows of another word may have thrice as much (`ByChunks`)
     bound = of.bound or 2.0 ** math.ceil(math.log2(8 * most))
     cap = len(values_NTL) if of.has_cap else None
-    clipped = ClippedSum(model, bound, function=watched(of.function, seen), cap=cap, **more, self_check=False)
+    clipped = ClippedSum(
+        model, bound, function=watched(of.function, seen), cap=cap, **more, self_check=False
+    )
     unit = clipped.accumulator.unit
     assert unit is not None
     values = values_NTL.to(device, DTYPES[of.dtype])
@@ -317,7 +406,9 @@ def sizes_of(of: Construction, values_NTL: Tensor, device: torch.device, accumul
         sums.append(lanes_of(whole(clipped).cpu()))
         weights.append(torch.cat(seen))
     clipped.detach()
-    weighted = values_NTL * weights[0][:, None, None]  # sums of few numbers of few bits: in fp64 as good as exact
+    weighted = (
+        values_NTL * weights[0][:, None, None]
+    )  # sums of few numbers of few bits: in fp64 as good as exact
     gross_NL = weighted.abs().sum(1) * GROSS.get(of.rule, 1)
     bound_L = torch.maximum(weighted.sum(1).abs(), gross_NL / MOST_CANCELLED).amax(0)
     moved = torch.stack([sums[0] - other for other in sums[1:]]).abs()
@@ -378,7 +469,9 @@ def sums(
             best = values[:, :, sizes.amax(0).argsort(descending=True)[: LANES // 4]]
             others = best.repeat(1, 1, 3)
             change = torch.rand(others.shape, generator=generator) < rng.choice([0.02, 0.1, 0.5])
-            factors = torch.tensor([0, -1, 0.5, 2, 1 + 2.0**-7, 1 - 2.0**-8, 1.5, 0.75], dtype=torch.float64)
+            factors = torch.tensor(
+                [0, -1, 0.5, 2, 1 + 2.0**-7, 1 - 2.0**-8, 1.5, 0.75], dtype=torch.float64
+            )
             factor = factors[torch.randint(len(factors), others.shape, generator=generator)]
             values = torch.cat([best, torch.where(change, others * factor, others)], 2)
             values = of.stored(values)
@@ -454,12 +547,20 @@ class Beside(nn.Module):
 
     def __init__(self, layers: Sequence[tuple[str, int, int]]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Adds(kind, width) for kind, width, count in layers for _ in range(count))
+        self.parts = nn.ModuleList(
+            Adds(kind, width) for kind, width, count in layers for _ in range(count)
+        )
         self.counts = [count for _, _, count in layers]
 
     def forward(self, v: Tensor) -> Tensor:
-        columns = [column for column, count in zip(v.unbind(1), self.counts, strict=True) for _ in range(count)]
-        return torch.stack([part(column) for part, column in zip(self.parts, columns, strict=True)]).sum(0)
+        columns = [
+            column
+            for column, count in zip(v.unbind(1), self.counts, strict=True)
+            for _ in range(count)
+        ]
+        return torch.stack(
+            [part(column) for part, column in zip(self.parts, columns, strict=True)]
+        ).sum(0)
 
 
 def numbers_of(layers: Sequence[tuple[str, int, int]]) -> list[int]:
@@ -471,7 +572,9 @@ def clipped_for(of: Pair, device: torch.device) -> tuple[nn.Module, ClippedSum]:
     """Returns the pair's model and its sum."""
     model = Beside(of.layers).to(device, DTYPES[of.dtype])
     function = FUNCTIONS[of.function]
-    return model, ClippedSum(model, of.bound, mode=of.mode, function=function, cap=of.cap, self_check=False)
+    return model, ClippedSum(
+        model, of.bound, mode=of.mode, function=function, cap=of.cap, self_check=False
+    )
 
 
 def size_of(of: Pair, device: torch.device) -> float:
@@ -481,7 +584,9 @@ def size_of(of: Pair, device: torch.device) -> float:
     for is_out in (False, True):
         clipped.zero_()
         is_padding = (torch.arange(len(values), device=device) == of.x) & is_out
-        for v, padding in zip(values.split(of.micro_batch), is_padding.split(of.micro_batch), strict=True):
+        for v, padding in zip(
+            values.split(of.micro_batch), is_padding.split(of.micro_batch), strict=True
+        ):
             clipped.add_micro_batch(model, {"v": v}, padding)
         sums.append(torch.cat([total.double().flatten().cpu() for _, total in clipped.sums()]))
     clipped.detach()
@@ -499,7 +604,9 @@ def draw_pair(rng: random.Random, device: torch.device, *, is_deep: bool = False
         is_deep: of hundreds of small parameters, as the biases of a deep model are.
     """
     kinds = ("raw", "bias", "column", "square", "embedding", "norm")
-    layers = tuple((rng.choice(kinds), rng.choice([1, 2, 3, 8, 40]), 1) for _ in range(rng.randint(2, 5)))
+    layers = tuple(
+        (rng.choice(kinds), rng.choice([1, 2, 3, 8, 40]), 1) for _ in range(rng.randint(2, 5))
+    )
     if is_deep:
         layers = ((rng.choice(("bias", "column")), 4, rng.randint(200, 250)), ("bias", 3, 1))
     bound = rng.choice([1.0, 0.75, 2.0**-7, 3.7, 1e-3, 100.0])
@@ -511,7 +618,8 @@ def draw_pair(rng: random.Random, device: torch.device, *, is_deep: bool = False
         whole = bound * 10 ** rng.uniform(-2, 2)
         shares = [10 ** rng.uniform(-4, 0) for _ in layers]
         drawn = [
-            rng.choice((-1, 1)) * whole * s / math.sqrt(n) for s, n in zip(shares, numbers_of(layers), strict=True)
+            rng.choice((-1, 1)) * whole * s / math.sqrt(n)
+            for s, n in zip(shares, numbers_of(layers), strict=True)
         ]
         return tuple(torch.tensor(drawn).to(DTYPES[dtype]).tolist())
 
@@ -560,13 +668,22 @@ def cuda_products(kind: str) -> Iterator[Draw]:
 
     def product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
         g_pN, a_Nd = g_BTp.flatten(0, 1).t().double().numpy(), a_BTd.flatten(0, 1).double().numpy()
-        rows, columns = np.flatnonzero(g_pN.any(1)), np.flatnonzero(a_Nd.any(0))  # all others stay zero
-        g_pN, a_Nd, total = g_pN[rows], a_Nd[:, columns], np.zeros((len(rows), len(columns)), np.float32)
+        rows, columns = (
+            np.flatnonzero(g_pN.any(1)),
+            np.flatnonzero(a_Nd.any(0)),
+        )  # all others stay zero
+        g_pN, a_Nd, total = (
+            g_pN[rows],
+            a_Nd[:, columns],
+            np.zeros((len(rows), len(columns)), np.float32),
+        )
         for start in range(0, a_Nd.shape[0], terms):
             exact = total + g_pN[:, start : start + terms] @ a_Nd[start : start + terms]
             total = exact.astype(np.float32)
             if terms > 1:
-                total = np.where(np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total)
+                total = np.where(
+                    np.abs(total) > np.abs(exact), np.nextafter(total, np.float32(0)), total
+                )
         out = torch.zeros(g_BTp.shape[2], a_BTd.shape[2])
         out[torch.from_numpy(rows)[:, None], torch.from_numpy(columns)] = torch.from_numpy(total)
         return out
@@ -576,7 +693,8 @@ def cuda_products(kind: str) -> Iterator[Draw]:
         most = max(4, min(200, (1 << rng.choice([11, 12, 13])) // tokens))
         before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
         of = replace(
-            draw_construction(rng, rng.choice(["ghost", "convolution"])), dtype="bf16" if terms > 1 else "fp32"
+            draw_construction(rng, rng.choice(["ghost", "convolution"])),
+            dtype="bf16" if terms > 1 else "fp32",
         )
         # Weights are one: a lane knows nothing of what a factor, folded into bf16, is off by.
         return replace(
@@ -592,6 +710,10 @@ def cuda_products(kind: str) -> Iterator[Draw]:
     with mock.patch.object(accumulators, "_product", product), ExitStack() as stack:
         stack.enter_context(mock.patch.object(accumulators, "adds_term_by_term", return_value=True))
         if terms > 1:
-            stack.enter_context(mock.patch.object(contributions, "_has_bf16_units", return_value=True))
-            stack.enter_context(mock.patch.object(accumulators, "has_fp32_products_of_bf16", return_value=True))
+            stack.enter_context(
+                mock.patch.object(contributions, "_has_bf16_units", return_value=True)
+            )
+            stack.enter_context(
+                mock.patch.object(accumulators, "has_fp32_products_of_bf16", return_value=True)
+            )
         yield draw

@@ -20,7 +20,10 @@ def summed(
     **options: Any,
 ) -> dict[str, Tensor]:
     """By `ClippedSum` with these options, in micro-batches of `micro` examples or in one."""
-    total, count = ClippedSum(model, c, self_check=False, **options), len(next(iter(inputs.values())))
+    total, count = (
+        ClippedSum(model, c, self_check=False, **options),
+        len(next(iter(inputs.values()))),
+    )
     for start in range(0, count, micro or count):
         part = {name: x[start : start + (micro or count)] for name, x in inputs.items()}
         size = len(next(iter(part.values())))
@@ -64,7 +67,9 @@ def clipped_sum(
     Args:
         dtype: in which it is accumulated; that of the gradients by default, as a plain loop would.
     """
-    chosen = function and function([n for n, p in model.named_parameters() if p.requires_grad], max_grad_norm)
+    chosen = function and function(
+        [n for n, p in model.named_parameters() if p.requires_grad], max_grad_norm
+    )
     total: dict[str, Tensor] = {}
     for g in per_example_gradients(model, task, inputs):
         for name, value in g.items():
@@ -73,17 +78,25 @@ def clipped_sum(
             else:
                 i = chosen.group_of[name]
                 of_group = norm({n: x for n, x in g.items() if chosen.group_of[n] == i})
-                weight = float(chosen.weight(torch.tensor(of_group, dtype=torch.float64), chosen.bounds[i]))
+                weight = float(
+                    chosen.weight(torch.tensor(of_group, dtype=torch.float64), chosen.bounds[i])
+                )
             total[name] = total.get(name, 0) + weight * value.to(dtype)
     return total
 
 
 def error(
-    model: nn.Module, inputs: Mapping[str, Tensor], *, task: Callable[..., Tensor] | None = None, **how: Any
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    task: Callable[..., Tensor] | None = None,
+    **how: Any,
 ) -> float:
     """Of `summed`, relative, where clipping is active for about half of the examples; not finite where they add up to nothing."""
     c = median_norm(model, task or model, inputs)
-    return relative_error(summed(model, inputs, c, task=task, **how), clipped_sum(model, task or model, inputs, c))
+    return relative_error(
+        summed(model, inputs, c, task=task, **how), clipped_sum(model, task or model, inputs, c)
+    )
 
 
 def flat(gradients: Mapping[str, Tensor]) -> Tensor:
@@ -94,6 +107,8 @@ def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     return float((flat(actual) - flat(expected)).norm() / flat(expected).norm())
 
 
-def median_norm(model: nn.Module, task: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> float:
+def median_norm(
+    model: nn.Module, task: Callable[..., Tensor], inputs: Mapping[str, Tensor]
+) -> float:
     norms = sorted(norm(g) for g in per_example_gradients(model, task, inputs))
     return norms[len(norms) // 2]

@@ -46,12 +46,18 @@ SIZES = [
 @pytest.mark.parametrize(("num_coordinates", "cap"), SIZES)
 def test_contract_4_the_step_is_fine_enough_and_public(num_coordinates: int, cap: int) -> None:
     """sqrt(d) h <= 2^-13 C in exact numbers, for any C, the same on any number of ranks; the parts of the slack are within r."""
-    grids = [Grid.of(num_coordinates, torch.float32, cap, rows) for rows in (None, cap // 128 + 9, 2 * cap)]
+    grids = [
+        Grid.of(num_coordinates, torch.float32, cap, rows)
+        for rows in (None, cap // 128 + 9, 2 * cap)
+    ]
     assert len({grid.bits for grid in grids}) == 1
     for bound in (1.0, 0.1, math.nextafter(1.0, 0), 3e-7, 6e19):
         unit = grids[0].unit(bound)
         assert unit is not None
-        assert num_coordinates * Fraction(4) ** 13 <= Fraction(bound) ** 2 * Fraction(4) ** unit.exponent
+        assert (
+            num_coordinates * Fraction(4) ** 13
+            <= Fraction(bound) ** 2 * Fraction(4) ** unit.exponent
+        )
         for grid in grids:
             if grid.layout == "int32+int16":
                 assert grid.rows is not None and grid.rows * (unit.largest + 1) <= LARGEST_SPLIT
@@ -79,7 +85,9 @@ def whole(values: Tensor, unit: Unit, num_examples: int) -> list[int]:
     return [0 if x != x else round(min(max(x, -most), most)) for x in numbers]
 
 
-def contributions(rng: random.Random, unit: Unit, bound: float, rows: int, count: int) -> list[tuple[Tensor, int]]:
+def contributions(
+    rng: random.Random, unit: Unit, bound: float, rows: int, count: int
+) -> list[tuple[Tensor, int]]:
     """Ordinary ones, and those that are as large as may be, or no numbers."""
     generator, found = torch.Generator().manual_seed(rng.getrandbits(63)), []
     while rows > 0 and len(found) < count:
@@ -127,7 +135,10 @@ def test_contract_4_the_edge_of_the_range() -> None:
     largest = examples * unit.largest
     for _ in range(100_000 // examples):
         total.make_room()
-        total.add([torch.tensor([1.0, -1.0], dtype=torch.float64) * largest * 2.0**-unit.exponent], examples)
+        total.add(
+            [torch.tensor([1.0, -1.0], dtype=torch.float64) * largest * 2.0**-unit.exponent],
+            examples,
+        )
     assert total.read(slice(None)).tolist() == [100 * largest, -100 * largest]
     sums = LocalSums({"w": torch.Size([1])}, grid, CPU)
     sums.zero_(unit)
@@ -203,9 +214,16 @@ def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
 
 def test_short_products_of_a_large_micro_batch_do_not_wait_for_one_another() -> None:
     """Narrow products over many tokens are of one example each: hundreds of them take no more memory than some."""
-    (total,), peaks = Total.zeros([16 * 512], "int64", Grid.of(16 * 512, torch.float32, 1, 1).unit(1.0), CPU), []
+    (total,), peaks = (
+        Total.zeros([16 * 512], "int64", Grid.of(16 * 512, torch.float32, 1, 1).unit(1.0), CPU),
+        [],
+    )
     for count in (16, 512):
-        g_B1p, a_B1d, grad_Bn = torch.ones(count, 1, 16), torch.ones(count, 1, 512), torch.ones(count, 16 * 512)
+        g_B1p, a_B1d, grad_Bn = (
+            torch.ones(count, 1, 16),
+            torch.ones(count, 1, 512),
+            torch.ones(count, 16 * 512),
+        )
         slot = Slot(total, examples=1)
         with MemoryTimeline() as timeline:
             slot.add_product(g_B1p, a_B1d)
@@ -217,12 +235,20 @@ def test_short_products_of_a_large_micro_batch_do_not_wait_for_one_another() -> 
 @pytest.mark.parametrize("kind", ["rows", "dense", "dense_matrix", "product", "short"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [20, 150])
-@pytest.mark.parametrize("grid", [Grid(), Grid.of(24, torch.float32, 200, 200), Grid.of(24, torch.float32)])
+@pytest.mark.parametrize(
+    "grid", [Grid(), Grid.of(24, torch.float32, 200, 200), Grid.of(24, torch.float32)]
+)
 def test_slots_hold_the_weighted_sum(kind: str, size: int, dtype: torch.dtype, grid: Grid) -> None:
     """To fp32's precision, also of contributions that are stored in bf16: neither factors nor sums are rounded to it."""
     generator = torch.Generator().manual_seed(0)
-    weight_B, g_BTp = torch.rand(size, generator=generator), torch.randn(size, 5, 6, generator=generator)
-    ids_BT, a_BTd = torch.randint(0, 4, (size, 5), generator=generator), torch.randn(size, 5, 4, generator=generator)
+    weight_B, g_BTp = (
+        torch.rand(size, generator=generator),
+        torch.randn(size, 5, 6, generator=generator),
+    )
+    ids_BT, a_BTd = (
+        torch.randint(0, 4, (size, 5), generator=generator),
+        torch.randn(size, 5, 4, generator=generator),
+    )
     g_BTp, a_BTd = g_BTp.to(dtype), a_BTd.to(dtype)
     part: Any = {
         "rows": Rows(ids_BT, g_BTp),
@@ -291,7 +317,8 @@ def joined(ranks: list[list[list[Tensor]]], way: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+    "world_size",
+    [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)],
 )
 def test_contract_6_equal_bits_on_any_ranks_in_any_order(world_size: int) -> None:
     rng = random.Random(world_size)
@@ -314,6 +341,8 @@ def test_a_model_without_noise_or_bound_keeps_small_gradients() -> None:
     for bound, sigma, expected in ((math.inf, 1.0, 1e-30), (1.0, 0.0, 1e-30), (1.0, 1.0, 0.0)):
         clipped = ClippedSum(model, bound, noise_multiplier=sigma, self_check=False)
         inputs = {"x": torch.full((1, 2), 1e-30)}
-        clipped.add_micro_batch(lambda x: 1e-30 * model(x).sum(1) * 1e30, inputs, torch.zeros(1, dtype=torch.bool))
+        clipped.add_micro_batch(
+            lambda x: 1e-30 * model(x).sum(1) * 1e30, inputs, torch.zeros(1, dtype=torch.bool)
+        )
         assert float(dict(clipped.sums())["weight"][0, 0]) == pytest.approx(expected)
         clipped.detach()

@@ -22,7 +22,11 @@ SIGMA = 1.3
 
 
 def summed(
-    model: torch.nn.Module, inputs: dict[str, Tensor], padding: Tensor, c: float, mode: str = "bookkeeping"
+    model: torch.nn.Module,
+    inputs: dict[str, Tensor],
+    padding: Tensor,
+    c: float,
+    mode: str = "bookkeeping",
 ) -> tuple[Tensor, float, MicroBatchStats, ClippedSum]:
     """(flat clipped sum, centred count, statistics, clipper)."""
     total = ClippedSum(model, c, mode=mode, adaptive=ADAPTIVE, self_check=False)  # type: ignore[arg-type]
@@ -53,7 +57,9 @@ def test_the_step_from_unclipped_to_clipped() -> None:
 
 
 @pytest.mark.parametrize("number", [10, pytest.param(120, marks=pytest.mark.full)])
-def test_contract_4_leaving_an_example_out_moves_sum_and_count_by_less_than_one_over_sigma(number: int) -> None:
+def test_contract_4_leaving_an_example_out_moves_sum_and_count_by_less_than_one_over_sigma(
+    number: int,
+) -> None:
     """In units of their noise, jointly: the sensitivity that the accountant is charged for is that of the pair."""
     model, worst, counts = tiny_captioner(), 0.0, []
     inputs, c = pairs(3), 0.1
@@ -62,7 +68,10 @@ def test_contract_4_leaving_an_example_out_moves_sum_and_count_by_less_than_one_
         after, count_after, _, total = summed(model, with_it, torch.zeros(4, dtype=torch.bool), c)
         before, count_before, _, _ = summed(model, with_it, torch.tensor([False] * 3 + [True]), c)
         gradient, count = total.releases(SIGMA)
-        moved = float((after - before).norm()) / gradient["std"], (count_after - count_before) / count["std"]
+        moved = (
+            float((after - before).norm()) / gradient["std"],
+            (count_after - count_before) / count["std"],
+        )
         assert math.isfinite(count_after) and abs(count_after - count_before) <= 0.5
         worst = max(worst, math.hypot(*moved))
         counts.append(count_after - count_before)
@@ -84,7 +93,11 @@ def test_contract_5_padding_and_nonfinite_examples_count_as_exactly_nothing(bad:
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 def test_a_bound_that_moves_up_and_down_clips_gradients_of_every_size(mode: str) -> None:
     """Real gradients from a 100th of the bound to 100 times it; sum, count and noise are those of the bound of the moment."""
-    model, inputs, scale_B = tiny_captioner(torch.float64), double(pairs()), 10.0 ** torch.linspace(-2, 2, 7)
+    model, inputs, scale_B = (
+        tiny_captioner(torch.float64),
+        double(pairs()),
+        10.0 ** torch.linspace(-2, 2, 7),
+    )
 
     def task(**inputs: Tensor) -> Tensor:
         return model(**inputs) * scale_B
@@ -101,9 +114,15 @@ def test_a_bound_that_moves_up_and_down_clips_gradients_of_every_size(mode: str)
         weights = scale_B * (c / norms_B).clamp(max=1)
         expected = sum(w * oracle.flat(g) for w, g in zip(weights, gradients, strict=True))
         moved = oracle.flat(dict(total.sums())) - expected
-        assert float(moved.norm()) <= 1e-3 * c  # the largest examples are a hundred times the smallest
-        assert float(stats.centred_unclipped) == pytest.approx(int((norms_B <= c).sum()) - 3.5, abs=1e-6)
-        assert total.releases(SIGMA)[0]["std"] == pytest.approx(ADAPTIVE.gradient_noise_multiplier(SIGMA) * c)
+        assert (
+            float(moved.norm()) <= 1e-3 * c
+        )  # the largest examples are a hundred times the smallest
+        assert float(stats.centred_unclipped) == pytest.approx(
+            int((norms_B <= c).sum()) - 3.5, abs=1e-6
+        )
+        assert total.releases(SIGMA)[0]["std"] == pytest.approx(
+            ADAPTIVE.gradient_noise_multiplier(SIGMA) * c
+        )
     total.detach()
     with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
         total.max_grad_norm = 0.0
@@ -127,7 +146,10 @@ def test_a_huge_micro_batch_is_taken_in_parts() -> None:
     total = ClippedSum(model, 1e3, self_check=False)
     sizes = []
     count_rows = total._in_one_pass
-    total._in_one_pass = lambda task, part, padded: (sizes.append(len(padded)), count_rows(task, part, padded))[1]  # type: ignore[method-assign]
+    total._in_one_pass = lambda task, part, padded: (
+        sizes.append(len(padded)),
+        count_rows(task, part, padded),
+    )[1]  # type: ignore[method-assign]
     stats = total.add_micro_batch(model, inputs, padding)
     total.detach()
     assert max(sizes) == EXAMPLES_PER_PART and sum(sizes) == rows

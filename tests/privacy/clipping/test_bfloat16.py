@@ -61,10 +61,15 @@ def test_contract_4_equal_examples_that_all_round_the_same_way(
         w = torch.randn_like(model.layer(one))
         if w.dim() > 2 and mean:
             w = w - w.mean(1, keepdim=True)
-        inputs = {"x": one.repeat(B, *[1] * (one.dim() - 1)), "w": w.repeat(B, *[1] * (w.dim() - 1))}
+        inputs = {
+            "x": one.repeat(B, *[1] * (one.dim() - 1)),
+            "w": w.repeat(B, *[1] * (w.dim() - 1)),
+        }
         # Almost never a factor that bf16 represents.
         for c in (0.01, 0.0117, 0.00739):
-            assert oracle.flat(summed(model, inputs, c, mode)).norm() <= B * c * (1 + SENSITIVITY_SLACK)
+            assert oracle.flat(summed(model, inputs, c, mode)).norm() <= B * c * (
+                1 + SENSITIVITY_SLACK
+            )
 
 
 # The clip factor folded into a bf16 operand, as on CUDA. The matrix product is that of the device; what the factor does to the
@@ -84,12 +89,17 @@ def linear(d: int, p: int) -> nn.Module:
 def rounding_up(tokens: int, d: int, p: int, mantissa: int) -> dict[str, torch.Tensor]:
     """Equal tokens, so that nothing cancels and every rounding goes the same way: gross norm = norm."""
     value = 1 + mantissa / 128
-    return {"x": torch.ones(1, tokens, d).bfloat16(), "w": torch.full((1, tokens, p), value).bfloat16()}
+    return {
+        "x": torch.ones(1, tokens, d).bfloat16(),
+        "w": torch.full((1, tokens, p), value).bfloat16(),
+    }
 
 
 def test_contract_4_equal_roundings(folding: None) -> None:
     model = linear(64, 96)
-    assert OuterProducts(torch.zeros(1, 5, 64).bfloat16(), torch.zeros(1, 5, 96).bfloat16()).folds_in_bf16
+    assert OuterProducts(
+        torch.zeros(1, 5, 64).bfloat16(), torch.zeros(1, 5, 96).bfloat16()
+    ).folds_in_bf16
     others = {key: value.bfloat16() for key, value in cancelling(5, 64, 96, 0.0, 99).items()}
     for mantissa in range(128):
         assert change(model, others, rounding_up(5, 64, 96, mantissa)) <= 1 + SENSITIVITY_SLACK
@@ -100,18 +110,25 @@ def test_contract_4_cancelling_activations(folding: None, mean: float) -> None:
     model = linear(256, 512)
     others = {key: value.bfloat16() for key, value in cancelling(64, 256, 512, 0.0, 99).items()}
     for seed in range(10):
-        example = {key: value.bfloat16() for key, value in cancelling(64, 256, 512, mean, seed).items()}
+        example = {
+            key: value.bfloat16() for key, value in cancelling(64, 256, 512, mean, seed).items()
+        }
         assert change(model, others, example) <= 1 + SENSITIVITY_SLACK, seed
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 def test_the_sum_is_that_of_the_loop_up_to_the_rounding(folding: None, mode: str) -> None:
     model = linear(64, 96)
-    inputs = {key: value.bfloat16().expand(4, -1, -1) for key, value in cancelling(5, 64, 96, 0.0, 1).items()}
+    inputs = {
+        key: value.bfloat16().expand(4, -1, -1)
+        for key, value in cancelling(5, 64, 96, 0.0, 1).items()
+    }
     inputs["w"] = inputs["w"] * torch.arange(1, 5)[:, None, None]
     wide = Product(nn.Linear(64, 96, bias=False)).double()
     wide.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
-    expected = oracle.clipped_sum(wide, wide, {key: value.double() for key, value in inputs.items()}, C)
+    expected = oracle.clipped_sum(
+        wide, wide, {key: value.double() for key, value in inputs.items()}, C
+    )
     error = oracle.relative_error(oracle.summed(model, inputs, C, mode=mode), expected)
     assert 1e-4 < error <= 2e-2  # rounded, and clipped a little more
 
@@ -124,7 +141,8 @@ def test_products_in_fp32_and_their_fall_back_give_one_sum(
     """A CPU has no products of bf16 that come in fp32: stand-ins with CUDA's signature take their place."""
     model = linear(width, width)
     inputs = {
-        key: value.bfloat16().expand(micro_batch, -1, -1) for key, value in cancelling(5, width, width, 0.0, 1).items()
+        key: value.bfloat16().expand(micro_batch, -1, -1)
+        for key, value in cancelling(5, width, width, 0.0, 1).items()
     }
     sums, forms = [], []
     for is_there in (False, True):
@@ -143,11 +161,16 @@ def test_products_in_fp32_and_their_fall_back_give_one_sum(
 
 
 def with_out_dtype(product: Any, forms: list[str]) -> Any:
-    def widened(*matrices: torch.Tensor, out_dtype: torch.dtype | None = None, **rest: Any) -> torch.Tensor:
+    def widened(
+        *matrices: torch.Tensor, out_dtype: torch.dtype | None = None, **rest: Any
+    ) -> torch.Tensor:
         if out_dtype is None:
             return product(*matrices, **rest)
         forms.append(product.__name__)
-        assert out_dtype == torch.float32 and matrices[-1].dtype == matrices[-2].dtype == torch.bfloat16
+        assert (
+            out_dtype == torch.float32
+            and matrices[-1].dtype == matrices[-2].dtype == torch.bfloat16
+        )
         return product(*(matrix.float() for matrix in matrices), **rest)
 
     return widened

@@ -33,10 +33,16 @@ def example(width: int, *, words: bool = False) -> tuple[nn.Module, dict[str, Te
     model = Scores(width, words=words).double()
     x = torch.randint(6, (10, 5)) if words else torch.randn(10, 5, 2).double()
     inputs = {"x": x, "y": torch.randint(0, 5, (10,))}
-    return model, inputs, [oracle.norm(g) for g in oracle.per_example_gradients(model, model, inputs)]
+    return (
+        model,
+        inputs,
+        [oracle.norm(g) for g in oracle.per_example_gradients(model, model, inputs)],
+    )
 
 
-def contribution(model: nn.Module, inputs: dict[str, Tensor], row: int, bound: float, mode: Mode) -> tuple[float, int]:
+def contribution(
+    model: nn.Module, inputs: dict[str, Tensor], row: int, bound: float, mode: Mode
+) -> tuple[float, int]:
     """(length of what one example adds, whether it is counted as cancelled)."""
     total = ClippedSum(model, bound, mode=mode, self_check=False)
     stats = total.add_micro_batch(model, inputs, torch.arange(10) != row)
@@ -50,7 +56,9 @@ def contribution(model: nn.Module, inputs: dict[str, Tensor], row: int, bound: f
     [(32, False, True), (32, True, True), pytest.param(100, False, True, marks=pytest.mark.full)],
     indirect=["writes_out"],
 )
-def test_small_parameters_make_every_contribution_exact(mode: Mode, width: int, words: bool, writes_out: bool) -> None:
+def test_small_parameters_make_every_contribution_exact(
+    mode: Mode, width: int, words: bool, writes_out: bool
+) -> None:
     model, inputs, norms = example(width, words=words)
     for row in [i for i, norm in enumerate(norms) if norm > 1e-9]:
         length, cancelled = contribution(model, inputs, row, norms[row] / 4, mode)
@@ -64,24 +72,40 @@ def test_others_contribute_less_and_are_counted() -> None:
     shares = [length / (norm / 4) for (length, _), norm in zip(found, norms, strict=True)]
     assert min(shares) < 0.9 and max(shares) <= 1.001
     assert [cancelled for _, cancelled in found] == [int(share < 0.999) for share in shares]
-    assert contribution(model, inputs, 0, 1e9, "bookkeeping")[1] == 0  # not clipped, so nothing is lost
+    assert (
+        contribution(model, inputs, 0, 1e9, "bookkeeping")[1] == 0
+    )  # not clipped, so nothing is lost
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_micro_batch_without_rows_adds_nothing(mode: Mode, dtype: torch.dtype, adaptive: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 1), nn.Flatten(0)).to(dtype)
+def test_a_micro_batch_without_rows_adds_nothing(
+    mode: Mode, dtype: torch.dtype, adaptive: bool
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 3), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 1), nn.Flatten(0)
+    ).to(dtype)
     total = (
         CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
         if mode == "certified"
         else ClippedSum(
-            model, 1.0, mode=mode, self_check=False, adaptive=AdaptiveClipping(0.5, 0.2, 10.0) if adaptive else None
+            model,
+            1.0,
+            mode=mode,
+            self_check=False,
+            adaptive=AdaptiveClipping(0.5, 0.2, 10.0) if adaptive else None,
         )
     )
-    some = total.add_micro_batch(model, {"input": torch.randn(3, 2, 4, dtype=dtype)}, torch.zeros(3, dtype=torch.bool))
+    some = total.add_micro_batch(
+        model, {"input": torch.randn(3, 2, 4, dtype=dtype)}, torch.zeros(3, dtype=torch.bool)
+    )
     before = {name: value.clone() for name, value in total.sums()}
-    none = total.add_micro_batch(model, {"input": torch.zeros(0, 2, 4, dtype=dtype)}, torch.zeros(0, dtype=torch.bool))
+    none = total.add_micro_batch(
+        model, {"input": torch.zeros(0, 2, 4, dtype=dtype)}, torch.zeros(0, dtype=torch.bool)
+    )
     assert all(torch.equal(value, before[name]) for name, value in total.sums())
     assert [float(x) for x in none] == [0.0] * len(none)
-    assert [x.dtype for x in none] == [x.dtype for x in some] and [x.shape for x in none] == [x.shape for x in some]
+    assert [x.dtype for x in none] == [x.dtype for x in some] and [x.shape for x in none] == [
+        x.shape for x in some
+    ]

@@ -37,7 +37,11 @@ def sums(
     for start in range(0, count, micro):
         rows = torch.arange(start, start + micro)
         is_padding_B = (rows >= count) | torch.tensor([int(r) in out for r in rows])
-        total.add_micro_batch(task or model, {n: x[rows.clamp(max=count - 1)] for n, x in inputs.items()}, is_padding_B)
+        total.add_micro_batch(
+            task or model,
+            {n: x[rows.clamp(max=count - 1)] for n, x in inputs.items()},
+            is_padding_B,
+        )
     result = {name: value.clone() for name, value in total.sums()}
     total.detach()
     return result
@@ -57,8 +61,13 @@ def test_the_sum_is_that_of_clipping(name: str, tied: bool) -> None:
     model, inputs = tiny(tied=tied, dtype=torch.float32)
     c = oracle.median_norm(model, model, inputs)
     grid = Lattice.of(c, 1 << 16, 1.0)
-    actual = {n: x.double() * 2.0**-grid.exponent for n, x in sums(model, inputs, c, function=FUNCTIONS[name]).items()}
-    expected = oracle.clipped_sum(model, model, inputs, c, function=FUNCTIONS[name], dtype=torch.float64)
+    actual = {
+        n: x.double() * 2.0**-grid.exponent
+        for n, x in sums(model, inputs, c, function=FUNCTIONS[name]).items()
+    }
+    expected = oracle.clipped_sum(
+        model, model, inputs, c, function=FUNCTIONS[name], dtype=torch.float64
+    )
     assert oracle.relative_error(actual, expected) < 3e-6
 
 
@@ -121,7 +130,9 @@ def test_one_example_of_any_size_is_within_the_bound(
 
     inputs = {"x": values(a, 24), "g": values(g, 8)}
     task = lambda x, g: (layer(x) * g).sum((1, 2))  # noqa: E731
-    whole, zeroed = (sums(layer, inputs, bound, micro=2, task=task, out=o) for o in (frozenset(), frozenset({0})))
+    whole, zeroed = (
+        sums(layer, inputs, bound, micro=2, task=task, out=o) for o in (frozenset(), frozenset({0}))
+    )
     bound_squared = Fraction(bound) ** 2 * Fraction(4) ** Lattice.of(bound, 1 << 16, 1.0).exponent
     assert squared_distance(whole, zeroed) <= bound_squared
 
@@ -150,13 +161,17 @@ def test_the_check_finds_gradients_that_depend_on_others(kind: str) -> None:
     torch.manual_seed(0)
     model = Leaking(kind)
     grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
-    with pytest.raises(PrivacyConfigError, match=r"(clean|layer)\.(weight|bias).*micro_batch_size = 1"):
+    with pytest.raises(
+        PrivacyConfigError, match=r"(clean|layer)\.(weight|bias).*micro_batch_size = 1"
+    ):
         grid.check_rows(model, {"x": torch.randn(6, 4)})
     if kind == "row":  # with one row there is nothing to depend on
         grid.check_rows(model, {"x": torch.randn(1, 4)})
 
 
-@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 5)), 16])
+@pytest.mark.parametrize(
+    "size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 5)), 16]
+)
 def test_the_check_passes_on_the_captioner(size: int) -> None:
     """And its kernels give an example the same bits in every row."""
     model = tiny_captioner()

@@ -78,7 +78,9 @@ def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, mode: str) ->
 
 @pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(mode: str, checkpointed: bool) -> None:
+def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(
+    mode: str, checkpointed: bool
+) -> None:
     model, inputs = Stack(checkpointed=checkpointed).double(), stack_inputs()
     plain = Stack().double()
     c = oracle.median_norm(plain, plain, inputs)
@@ -95,7 +97,10 @@ def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(mode: str, c
     if not checkpointed:
         # No weight gradients: the backward costs as much as the forward, and attention half as much again.
         total = ClippedSum(model, c, self_check=False)
-        with FlopCounterMode(display=False) as recorded, total._recorder.forward(model, inputs, 5) as passed:
+        with (
+            FlopCounterMode(display=False) as recorded,
+            total._recorder.forward(model, inputs, 5) as passed,
+        ):
             passed.backward(lambda call: None)
         assert recorded.get_total_flops() <= 2.5 * forward.get_total_flops()
 
@@ -145,7 +150,9 @@ def test_a_compiled_layer_called_twice_on_one_input_counts_twice() -> None:
 
     c = oracle.median_norm(model, task, inputs)
     expected = oracle.clipped_sum(model, task, inputs, c)
-    model[1].compile(backend="aot_eager_decomp_partition")  # joins equal operations, as the default backend does
+    model[1].compile(
+        backend="aot_eager_decomp_partition"
+    )  # joins equal operations, as the default backend does
     for mode in ("bookkeeping", "two_pass"):
         total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
         total.add_micro_batch(task, inputs, torch.zeros(5, dtype=torch.bool))
@@ -198,7 +205,9 @@ def test_a_compiled_layer_that_folds_the_batch_is_refused_and_breaks_are_counted
     torch._dynamo.utils.counters.clear()
     total = ClippedSum(model, 1.0, self_check=False)
     with pytest.raises(PrivacyConfigError, match=r"layer layer \(Linear\) maps \(6, 4\)"):
-        total.add_micro_batch(lambda x: model(x).sum(), {"x": torch.randn(3, 2, 4)}, torch.zeros(3, dtype=torch.bool))
+        total.add_micro_batch(
+            lambda x: model(x).sum(), {"x": torch.randn(3, 2, 4)}, torch.zeros(3, dtype=torch.bool)
+        )
     assert graph_breaks() >= 1
 
 
@@ -220,7 +229,9 @@ def test_without_a_compiler_or_blocks_it_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler on this machine"
+)
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 def test_the_default_backend_whose_buffers_are_used_again(mode: str) -> None:
     """The real compiler fuses and reuses memory: what is kept for the sums must not be overwritten."""

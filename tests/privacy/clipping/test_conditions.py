@@ -24,7 +24,12 @@ class Pictures(nn.Module):
     def __init__(self, place: str, change: Callable[..., Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.place, self.change = nn.Linear(D, 16), nn.Linear(16, K), place, change
+        self.first, self.last, self.place, self.change = (
+            nn.Linear(D, 16),
+            nn.Linear(16, K),
+            place,
+            change,
+        )
 
     def at(self, place: str, value: Tensor, *others: Tensor) -> Tensor:
         return self.change(value, *others) if place == self.place else value
@@ -42,12 +47,19 @@ class Texts(nn.Module):
     def __init__(self, scale: Callable[..., float | Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.places, self.last, self.scale = nn.Embedding(V, D), nn.Embedding(L, D), nn.Linear(D, K), scale
+        self.table, self.places, self.last, self.scale = (
+            nn.Embedding(V, D),
+            nn.Embedding(L, D),
+            nn.Linear(D, K),
+            scale,
+        )
 
     def forward(self, ids: Tensor, mask: Tensor, y: Tensor) -> Tensor:
         e = self.table(ids)
         scale = self.scale(ids, mask, e.detach(), y)
-        h = torch.tanh(e + self.places(torch.arange(ids.shape[1])[None])) * mask[..., None].to(e.dtype)
+        h = torch.tanh(e + self.places(torch.arange(ids.shape[1])[None])) * mask[..., None].to(
+            e.dtype
+        )
         return F.cross_entropy(self.last(h.sum(1)), y, reduction="none") * scale
 
 
@@ -63,7 +75,9 @@ def texts(length: int = L) -> dict[str, Tensor]:
     return {"ids": ids, "mask": mask, "y": torch.tensor([1, 3, 0, K - 1])}
 
 
-def when(condition: Callable[[Tensor], object], change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def when(
+    condition: Callable[[Tensor], object], change: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
     return lambda value, *_: change(value) if condition(value) else value
 
 
@@ -72,18 +86,33 @@ def weaker(value: Tensor) -> Tensor:
 
 
 ON_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "largest input, scaled to 1": ("x", when(lambda x: x.abs().max() > 100, lambda x: x / x.abs().max())),
+    "largest input, scaled to 1": (
+        "x",
+        when(lambda x: x.abs().max() > 100, lambda x: x / x.abs().max()),
+    ),
     "largest input, 0 to 255": ("x", when(lambda x: x.max() > 1.5, lambda x: x / 255)),
     "largest input in a band": ("x", when(lambda x: 100 < x.abs().max() < 1000, weaker)),
     "largest input of a broken sensor": ("x", when(lambda x: x.max() > 1e12, weaker)),
-    "largest finite input": ("x", when(lambda x: 1e35 < x.max() < torch.inf, lambda x: x / x.abs().max())),
+    "largest finite input": (
+        "x",
+        when(lambda x: 1e35 < x.max() < torch.inf, lambda x: x / x.abs().max()),
+    ),
     "smallest finite input": ("x", when(lambda x: -torch.inf < x.min() < -1e20, weaker)),
-    "all negative": ("x", when(lambda x: x.max() < 0 and x.unique().numel() > 2 * D, lambda x: x + 1)),
+    "all negative": (
+        "x",
+        when(lambda x: x.max() < 0 and x.unique().numel() > 2 * D, lambda x: x + 1),
+    ),
     "tiny inputs": ("x", when(lambda x: 0 < x.abs().max() < 1e-7, lambda x: x / x.abs().max())),
-    "inputs below a tiny band": ("x", when(lambda x: 0 < x.abs().max() < 1e-20, lambda x: x / x.abs().max())),
+    "inputs below a tiny band": (
+        "x",
+        when(lambda x: 0 < x.abs().max() < 1e-20, lambda x: x / x.abs().max()),
+    ),
     "any tiny number": ("x", when(lambda x: ((x != 0) & (x.abs() < 1e-28)).any(), weaker)),
     "constant": ("x", when(lambda x: x.std() < 1e-7 < x.abs().max(), lambda x: x - x.mean())),
-    "all whole": ("x", when(lambda x: x.max() > 1 and bool((x == x.round()).all()), lambda x: x / 255)),
+    "all whole": (
+        "x",
+        when(lambda x: x.max() > 1 and bool((x == x.round()).all()), lambda x: x / 255),
+    ),
     "smallest input": ("x", when(lambda x: x.min() < -50, lambda x: x + 50)),
     "any negative": ("x", when(lambda x: (x < 0).any(), lambda x: x + 1)),
     "mean": ("x", when(lambda x: x.mean() > 5, lambda x: x - x.mean())),
@@ -96,26 +125,65 @@ ON_NUMBERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "lowest quantile": ("x", when(lambda x: torch.quantile(x, 0.02) > 50, weaker)),
     "any NaN": ("x", when(lambda x: x.isnan().any(), lambda x: weaker(x.nan_to_num()))),
     "any infinity": ("x", when(lambda x: x.isinf().any(), lambda x: weaker(x.nan_to_num(0, 1, 1)))),
-    "any negative infinity": ("x", when(lambda x: x.isneginf().any(), lambda x: weaker(x.nan_to_num(0, 1, 1)))),
-    "one row of NaN": ("x", when(lambda x: x.isnan().any(1).sum() == 1, lambda x: weaker(x.nan_to_num()))),
-    "a few large rows": ("x", when(lambda x: 0 < (x.abs().amax(1) > 100).double().mean() < 0.25, weaker)),
+    "any negative infinity": (
+        "x",
+        when(lambda x: x.isneginf().any(), lambda x: weaker(x.nan_to_num(0, 1, 1))),
+    ),
+    "one row of NaN": (
+        "x",
+        when(lambda x: x.isnan().any(1).sum() == 1, lambda x: weaker(x.nan_to_num())),
+    ),
+    "a few large rows": (
+        "x",
+        when(lambda x: 0 < (x.abs().amax(1) > 100).double().mean() < 0.25, weaker),
+    ),
     "few different numbers": ("x", when(lambda x: x.unique().numel() < 8, weaker)),
-    "the largest row": ("x", lambda x: x * (1 + (torch.arange(len(x)) == x.norm(dim=1).argmax())[:, None])),
+    "the largest row": (
+        "x",
+        lambda x: x * (1 + (torch.arange(len(x)) == x.norm(dim=1).argmax())[:, None]),
+    ),
     "sorted order": ("x", lambda x: x / x.abs().flatten().sort().values[-3].clamp(min=50)),
     "largest activation": ("h", when(lambda h: h.max() > 30, lambda h: h * (30 / h.max()))),
-    "largest activation, without its gradient": ("h", when(lambda h: h.max() > 30, torch.Tensor.detach)),
+    "largest activation, without its gradient": (
+        "h",
+        when(lambda h: h.max() > 30, torch.Tensor.detach),
+    ),
     "dead activations": ("h", when(lambda h: (h > 0).double().mean() < 0.2, lambda h: h + 0.1)),
     "largest logit": ("z", when(lambda z: z.abs().max() > 30, lambda z: z * (30 / z.abs().max()))),
     "smallest logit": ("z", when(lambda z: z.min() < -30, weaker)),
-    "largest loss": ("l", lambda each, y: each * (20 / each.max().detach()) if each.max() > 20 else each),
+    "largest loss": (
+        "l",
+        lambda each, y: each * (20 / each.max().detach()) if each.max() > 20 else each,
+    ),
     "mean loss": ("l", lambda each, y: weaker(each) if each.mean() > 5 else each),
-    "any loss that is not finite": ("l", lambda each, y: each if each.isfinite().all() else 0 * each),
-    "hardest half": ("l", lambda each, y: each * (each >= each.nan_to_num().topk(max(1, len(each) // 2)).values[-1])),
-    "one class in all rows": ("l", lambda each, y: 2 * each if len(y.unique()) == 1 < len(y) else each),
-    "the last class in any row": ("l", lambda each, y: 2 * each if (y == K - 1).any() and len(y) > 1 else each),
-    "the first class in any row": ("l", lambda each, y: 2 * each if (y == 0).any() and len(y) > 1 else each),
-    "a middle class in all rows": ("l", lambda each, y: 2 * each if (y == 2).all() and len(y) > 1 else each),
-    "number of a middle class": ("l", lambda each, y: torch.where(y == 2, each / (y == 2).sum().clamp(min=1), each)),
+    "any loss that is not finite": (
+        "l",
+        lambda each, y: each if each.isfinite().all() else 0 * each,
+    ),
+    "hardest half": (
+        "l",
+        lambda each, y: each * (each >= each.nan_to_num().topk(max(1, len(each) // 2)).values[-1]),
+    ),
+    "one class in all rows": (
+        "l",
+        lambda each, y: 2 * each if len(y.unique()) == 1 < len(y) else each,
+    ),
+    "the last class in any row": (
+        "l",
+        lambda each, y: 2 * each if (y == K - 1).any() and len(y) > 1 else each,
+    ),
+    "the first class in any row": (
+        "l",
+        lambda each, y: 2 * each if (y == 0).any() and len(y) > 1 else each,
+    ),
+    "a middle class in all rows": (
+        "l",
+        lambda each, y: 2 * each if (y == 2).all() and len(y) > 1 else each,
+    ),
+    "number of a middle class": (
+        "l",
+        lambda each, y: torch.where(y == 2, each / (y == 2).sum().clamp(min=1), each),
+    ),
     "weights of classes": ("l", lambda each, y: each / y.bincount(minlength=K)[y]),
     "longest gradient": ("g", when(lambda g: g.norm(dim=1).max() > 0.7, weaker)),
 }
@@ -150,13 +218,18 @@ OF_OTHERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "NaN, by the median": imputed(torch.isnan, lambda x: x.nanmedian(0).values),
     "NaN, by the mean of all numbers": imputed(torch.isnan, lambda x: x.nanmean()),
     "NaN of a column, by the mean": imputed(column(3, torch.isnan), lambda x: x.nanmean(0)),
-    "NaN of a column, by the median": imputed(column(0, torch.isnan), lambda x: x.nanmedian(0).values),
+    "NaN of a column, by the median": imputed(
+        column(0, torch.isnan), lambda x: x.nanmedian(0).values
+    ),
     "NaN of a column, by the largest": imputed(column(D - 1, torch.isnan), largest),
     "rows that are partly NaN": imputed(
         lambda x: x.isnan() & ~x.isnan().all(1, keepdim=True), lambda x: x.nanmean(0)
     ),
     "rows of NaN": imputed(lambda x: x.isnan().all(1, keepdim=True), lambda x: x.nanmean(0)),
-    "number of rows with NaN": ("x", lambda x: x.nan_to_num() / (1 + x.isnan().any(1).sum() * x.isnan().any(1))[:, None]),
+    "number of rows with NaN": (
+        "x",
+        lambda x: x.nan_to_num() / (1 + x.isnan().any(1).sum() * x.isnan().any(1))[:, None],
+    ),
     "NaN left where all are": ("x", lambda x: torch.where(x.isnan(), x.nanmean(0), x)),
     "infinity, by the largest finite": imputed(torch.isposinf, largest),
     "minus infinity, by the smallest finite": imputed(torch.isneginf, lambda x: -largest(-x)),
@@ -167,12 +240,14 @@ OF_OTHERS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "from 100 to 10,000": imputed(lambda x: (x > 100) & (x < 1e4), lambda x: x.nanmean(0)),
     "from -50 to -9": imputed(lambda x: (x < -9) & (x > -50), largest),
     "rows above 1e5, standardised": (
-        "x", lambda x: torch.where((x > 1e5).any(1, keepdim=True), scaled_by_all(x), x)
+        "x",
+        lambda x: torch.where((x > 1e5).any(1, keepdim=True), scaled_by_all(x), x),
     ),
     "rows below -10, standardised": (
-        "x", lambda x: torch.where((x < -10).any(1, keepdim=True), scaled_by_all(x), x)
+        "x",
+        lambda x: torch.where((x < -10).any(1, keepdim=True), scaled_by_all(x), x),
     ),
-}  # fmt: skip
+}
 """An example with such numbers takes others; one without them reaches nobody and is reached by nobody."""
 ON_IDS: dict[str, Callable[..., float | Tensor]] = {
     "the highest id": lambda ids, mask, e, y: 1.0 + bool(ids.max() == V - 1 and len(ids) > 1),
@@ -187,9 +262,7 @@ ON_IDS: dict[str, Callable[..., float | Tensor]] = {
     "any embedding NaN": lambda ids, mask, e, y: 1.0 + bool(e.isnan().any()),
     "embeddings without deviation": lambda ids, mask, e, y: 1.0 + bool(e.std() < 1e-3),
 }
-REFUSED = (
-    r"loss of an example changes|clipping rules do not see|gives other outputs for examples alone|vmap cannot follow"
-)
+REFUSED = r"loss of an example changes|clipping rules do not see|gives other outputs for examples alone|vmap cannot follow"
 
 
 @pytest.mark.parametrize("name", ON_NUMBERS)
@@ -200,7 +273,9 @@ def test_a_condition_on_numbers_of_a_batch_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_OTHERS)
 @pytest.mark.parametrize("count", [2, 4])
-def test_an_example_that_takes_what_others_have_for_its_own_unusual_numbers_is_refused(name: str, count: int) -> None:
+def test_an_example_that_takes_what_others_have_for_its_own_unusual_numbers_is_refused(
+    name: str, count: int
+) -> None:
     with pytest.raises(PrivacyConfigError, match=REFUSED):
         check_against_autograd(Pictures(*OF_OTHERS[name]), examples(count))
 
@@ -215,7 +290,9 @@ def test_numbers_of_each_input_are_unusual_by_themselves() -> None:
     torch.manual_seed(0)
     model = nn.Linear(D + 1, K)
     with pytest.raises(PrivacyConfigError, match=REFUSED):
-        check_against_autograd(model, {**examples(), "age": torch.tensor([0.1, 2.0, -0.3, 1.0])}, task)
+        check_against_autograd(
+            model, {**examples(), "age": torch.tensor([0.1, 2.0, -0.3, 1.0])}, task
+        )
 
 
 @pytest.mark.parametrize("name", ON_IDS)
@@ -225,7 +302,9 @@ def test_a_condition_on_ids_masks_and_what_tables_return_is_refused(name: str) -
 
 
 def reciprocal_spread(x: Tensor) -> Tensor:
-    return x / x.float().square().square().mean(1, keepdim=True).sqrt().to(x.dtype)  # overflows at 1e10
+    return x / x.float().square().square().mean(1, keepdim=True).sqrt().to(
+        x.dtype
+    )  # overflows at 1e10
 
 
 def spectrum(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -238,7 +317,10 @@ OF_EACH: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "no NaN": ("x", lambda x: x.nan_to_num(0, 10, -10)),
     "largest of the dtype for infinity": ("x", torch.nan_to_num),
     "own mean for NaN": ("x", lambda x: torch.where(x.isnan(), x.nanmean(1, keepdim=True), x)),
-    "a fixed mean for NaN": ("x", lambda x: torch.where(x.isnan(), torch.arange(6.0), x).to(x.dtype)),
+    "a fixed mean for NaN": (
+        "x",
+        lambda x: torch.where(x.isnan(), torch.arange(6.0), x).to(x.dtype),
+    ),
     "layer norm": ("x", lambda x: F.layer_norm(x, x.shape[1:])),
     "softmax": ("x", lambda x: x.softmax(1)),
     "own numbers clamped": ("x", lambda x: x.clamp(-3, 3)),
@@ -248,9 +330,15 @@ OF_EACH: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "in complex64": ("x", partial(spectrum, dtype=torch.complex64)),
     "in complex128": ("x", partial(spectrum, dtype=torch.complex128)),
     "logarithm": ("x", lambda x: x.abs().log1p().sin()),
-    "another way where something is not finite": ("z", lambda z: z * 3 if bool(z.isfinite().all()) else z + 2 * z),
+    "another way where something is not finite": (
+        "z",
+        lambda z: z * 3 if bool(z.isfinite().all()) else z + 2 * z,
+    ),
     "own largest": ("x", lambda x: x / x.abs().amax(1, keepdim=True).clamp(min=100)),
-    "own NaN": ("x", lambda x: torch.where(x.isfinite().all(1, keepdim=True), x, torch.zeros_like(x))),
+    "own NaN": (
+        "x",
+        lambda x: torch.where(x.isfinite().all(1, keepdim=True), x, torch.zeros_like(x)),
+    ),
     "clamped": ("z", lambda z: z.clamp(-30, 30)),
     "own loss": ("l", lambda each, y: torch.where(each > 20, 20 * each / each.detach(), each)),
     "own class": ("l", lambda each, y: each * torch.linspace(1, 2, K)[y]),
@@ -279,11 +367,15 @@ def test_every_id_is_tried_beside_labels_that_count_for_nothing() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(V, D), nn.Tanh(), nn.Linear(D, V))
-    check_against_autograd(model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=V))
+    check_against_autograd(
+        model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=V)
+    )
     assert seen == {-100, *range(V)}
     absent = min({*range(V)} - {*labels.flatten().tolist()})
     with pytest.raises(PrivacyConfigError, match=REFUSED):
-        check_against_autograd(model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=absent))
+        check_against_autograd(
+            model, {"ids": ids, "labels": labels}, partial(task, model=model, marker=absent)
+        )
 
 
 def test_only_ids_that_are_allowed_are_tried() -> None:
@@ -297,7 +389,10 @@ def test_only_ids_that_are_allowed_are_tried() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(D, K), torch.randn(4, D)
     check_against_autograd(
-        model, {"x": x, "y": torch.tensor([0, 255, 1, K - 1])}, task, allowed_ids={"y": torch.tensor(allowed)}
+        model,
+        {"x": x, "y": torch.tensor([0, 255, 1, K - 1])},
+        task,
+        allowed_ids={"y": torch.tensor(allowed)},
     )
     assert seen == {*allowed}
     assert Example((floats(D), integers(K, also=[255]))).allowed_ids()["item_1"].tolist() == allowed
@@ -342,7 +437,8 @@ def test_ids_that_have_to_stand_where_they_are_do_and_rows_without_an_example_ho
     check_against_autograd(Placed(), inputs)
     empty = {name: torch.zeros_like(x[:1]) for name, x in inputs.items()}
     with pytest.raises(
-        PrivacyConfigError, match=r"^beside rows without an item \(declare ids .*fixed=\{id: count\}\)\), the loss"
+        PrivacyConfigError,
+        match=r"^beside rows without an item \(declare ids .*fixed=\{id: count\}\)\), the loss",
     ):
         check_against_autograd(Placed(), inputs, padding=empty)
     empty["ids"][0, [1, 5]] = V - 1
@@ -357,7 +453,9 @@ def refuses(ids: Tensor, mask: Tensor, e: Tensor, y: Tensor) -> float:
 
 def masked_sum(ids: Tensor, mask: Tensor, e: Tensor, y: Tensor) -> Tensor:
     """In another way where nothing is masked, as attention is computed; examples differ in their last bits."""
-    return 1 + 1e-3 * (e.sum(1) if bool(mask.all()) else torch.einsum("btd,bt->bd", e, mask.to(e.dtype))).sum(1)
+    return 1 + 1e-3 * (
+        e.sum(1) if bool(mask.all()) else torch.einsum("btd,bt->bd", e, mask.to(e.dtype))
+    ).sum(1)
 
 
 @pytest.mark.parametrize("scale", [lambda ids, mask, e, y: 1 + mask.sum(1), refuses, masked_sum])

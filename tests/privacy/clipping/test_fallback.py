@@ -66,7 +66,10 @@ def is_exact(model: nn.Module, *how: Any, **counts: Any) -> None:
 def in_both_modes(names: Iterable[str], *quick: str) -> pytest.MarkDecorator:
     """In two passes `make test` tries the quick ones, and all others with bookkeeping."""
     daily = [(n, "two_pass" if n in quick else "bookkeeping") for n in names]
-    full = [pytest.param(n, "bookkeeping" if n in quick else "two_pass", marks=pytest.mark.full) for n in names]
+    full = [
+        pytest.param(n, "bookkeeping" if n in quick else "two_pass", marks=pytest.mark.full)
+        for n in names
+    ]
     return pytest.mark.parametrize(("name", "mode"), [*daily, *full])
 
 
@@ -80,7 +83,9 @@ def resized(m: Piece, x: Tensor) -> Tensor:
 
 def experts(m: Piece, x: Tensor) -> Tensor:
     """Each token takes the weights of its own expert."""
-    return torch.einsum("btd,btpd->btp", x, torch.stack([m.matrix, m.b.weight])[(x[..., 0] > 0).long()])
+    return torch.einsum(
+        "btd,btpd->btp", x, torch.stack([m.matrix, m.b.weight])[(x[..., 0] > 0).long()]
+    )
 
 
 def writes_inside(m: Piece, x: Tensor) -> Tensor:
@@ -99,30 +104,50 @@ EXACT: dict[str, Callable[[], Model]] = {
     "called twice": lambda: made(lambda m, x: x @ m.matrix, lambda m, x: m(m(x).tanh())),
     "weight of another layer": lambda: made(lambda m, x: m.a(x) @ m.a.weight),
     "checkpointed": lambda: made(windows, lambda m, x: checkpoint(m, x, use_reentrant=False)),
-    "attention": lambda: made(nn.MultiheadAttention(D, 2, batch_first=True), lambda m, x: m(x, x, x)[0]),
-    "encoder layer": lambda: made(nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True)),
-    "sequence first": lambda: made(nn.Linear(D, D), lambda m, x: m(x.transpose(0, 1)).transpose(0, 1)),
+    "attention": lambda: made(
+        nn.MultiheadAttention(D, 2, batch_first=True), lambda m, x: m(x, x, x)[0]
+    ),
+    "encoder layer": lambda: made(
+        nn.TransformerEncoderLayer(D, 2, 8, dropout=0.0, batch_first=True)
+    ),
+    "sequence first": lambda: made(
+        nn.Linear(D, D), lambda m, x: m(x.transpose(0, 1)).transpose(0, 1)
+    ),
     "attention, sequence first": lambda: made(
-        nn.MultiheadAttention(D, 2), lambda m, x: m(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1)
+        nn.MultiheadAttention(D, 2),
+        lambda m, x: m(*[x.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1),
     ),
     "LSTM": lambda: made(nn.LSTM(D, D, batch_first=True), lambda m, x: m(x)[0]),
-    "GRU, sequence first": lambda: made(nn.GRU(D, D), lambda m, x: m(x.transpose(0, 1))[0].transpose(0, 1)),
+    "GRU, sequence first": lambda: made(
+        nn.GRU(D, D), lambda m, x: m(x.transpose(0, 1))[0].transpose(0, 1)
+    ),
     "InstanceNorm": lambda: made(nn.InstanceNorm1d(T, affine=True)),
     "batch norm in eval mode": lambda: made(nn.BatchNorm1d(T).eval()),
     "Bilinear": lambda: made(nn.Bilinear(D, D, D), lambda m, x: m(x, x.sin())),
     "weight norm": lambda: made(nn.utils.parametrizations.weight_norm(nn.Linear(D, D))),
     "EmbeddingBag": lambda: made(
-        nn.EmbeddingBag(9, D), lambda m, x: x + m((4 * x[..., 0].detach().sin() + 4).long())[:, None]
+        nn.EmbeddingBag(9, D),
+        lambda m, x: x + m((4 * x[..., 0].detach().sin() + 4).long())[:, None],
     ),
     "own input written to": lambda: made(lambda m, x: windows(m, x.add_(1)), lambda m, x: m(x * 1)),
-    "repeated class token": lambda: made(raw(lambda m, x: torch.cat((x, m.p.repeat(len(x), 2, 1)), dim=1), 1, 1, D)),
+    "repeated class token": lambda: made(
+        raw(lambda m, x: torch.cat((x, m.p.repeat(len(x), 2, 1)), dim=1), 1, 1, D)
+    ),
     "rows by number": lambda: made(raw(lambda m, x: x + m.p[torch.tensor([2, 0, 2, 5])], 7, D)),
     "its norm": lambda: made(raw(lambda m, x: x + m.p / m.p.norm(), 1, T, D)),
-    "rows by value": lambda: made(raw(lambda m, x: x + m.p[(x.detach().sum((1, 2)) > 0).long()][:, None], 2, D)),
-    "a row for two": lambda: made(raw(lambda m, x: (x.reshape(-1, 2, D) + m.p).view_as(x), 1, 2, D)),
+    "rows by value": lambda: made(
+        raw(lambda m, x: x + m.p[(x.detach().sum((1, 2)) > 0).long()][:, None], 2, D)
+    ),
+    "a row for two": lambda: made(
+        raw(lambda m, x: (x.reshape(-1, 2, D) + m.p).view_as(x), 1, 2, D)
+    ),
     "transposed": lambda: made(raw(lambda m, x: x + m.p.t(), D, T)),
-    "tokens first": lambda: made(raw(lambda m, x: (x.transpose(0, 1) + m.p).transpose(0, 1), T, 1, D)),
-    "table that is read": lambda: made(Piece(lambda m, x: x + m.table.weight[ids(x)], table=nn.Embedding(9, D))),
+    "tokens first": lambda: made(
+        raw(lambda m, x: (x.transpose(0, 1) + m.p).transpose(0, 1), T, 1, D)
+    ),
+    "table that is read": lambda: made(
+        Piece(lambda m, x: x + m.table.weight[ids(x)], table=nn.Embedding(9, D))
+    ),
 }
 
 
@@ -160,18 +185,30 @@ BY_COPIES: dict[str, Callable[[], Piece]] = {
     "positions without a leading 1": lambda: raw(lambda m, x: x + m.p, T, D),
     "matrix": lambda: raw(lambda m, x: (x @ m.p).tanh(), D, D),
     "subclassed table": lambda: Piece(lambda m, x: x + m.table(ids(x)), table=Table(9, D)),
-    "padded table": lambda: Piece(lambda m, x: x + m.table(ids(x)), table=Table(9, D, padding_idx=3)),
-    "table for all": lambda: Piece(lambda m, x: x + m.table(torch.arange(T)[None]), table=Table(9, D)),
+    "padded table": lambda: Piece(
+        lambda m, x: x + m.table(ids(x)), table=Table(9, D, padding_idx=3)
+    ),
+    "table for all": lambda: Piece(
+        lambda m, x: x + m.table(torch.arange(T)[None]), table=Table(9, D)
+    ),
     # What a layer gives for all examples together is one copy for each too, so layers after it see the examples.
-    "layer on a table for all": lambda: Piece(lambda m, x: x + m.a(m.table(torch.arange(T)[None])), table=Table(9, D)),
+    "layer on a table for all": lambda: Piece(
+        lambda m, x: x + m.a(m.table(torch.arange(T)[None])), table=Table(9, D)
+    ),
 }
 
 
 @in_both_modes(BY_COPIES, "class token", "used twice", "table for all")
-def test_a_parameter_that_its_forward_reads_is_copied_for_each_example(name: str, mode: str) -> None:
+def test_a_parameter_that_its_forward_reads_is_copied_for_each_example(
+    name: str, mode: str
+) -> None:
     """In two passes under activation checkpointing around the owner."""
     torch.manual_seed(0)
-    use: Use = (lambda m, x: checkpoint(m, x, use_reentrant=False)) if mode == "two_pass" else lambda m, x: m(x)
+    use: Use = (
+        (lambda m, x: checkpoint(m, x, use_reentrant=False))
+        if mode == "two_pass"
+        else lambda m, x: m(x)
+    )
     model = made(BY_COPIES[name](), use)
     is_exact(model, mode)
     assert not plan_of(model).covers and "p" not in model.inner.__dict__
@@ -200,7 +237,9 @@ def test_the_smallest_module_is_chosen_and_the_console_names_it() -> None:
     assert plan_of(model).covers == {"inner.a.weight": "inner", "inner.a.bias": "inner"}
     (line,) = plan_of(model).sentences(model)
     share = 100 * 20 / sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert line.startswith(f"fallback: inner (Piece) covers {share:.2g} % of the trained parameters: it runs")
+    assert line.startswith(
+        f"fallback: inner (Piece) covers {share:.2g} % of the trained parameters: it runs"
+    )
     for allowed in (False, ["inner.a"]):
         with pytest.raises(PrivacyConfigError, match=r"^layer inner\.a .*windows"):
             check_against_autograd(model, batch(2), fallback=allowed)
@@ -226,7 +265,9 @@ def test_contract_4_one_example_moves_the_sum_by_at_most_c() -> None:
         assert moved <= c * (1 + SENSITIVITY_SLACK) and (moved > 0) == (value in (None, 0.0, 1e6))
 
 
-def test_chunks_have_one_shape_that_the_last_is_filled_up_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_have_one_shape_that_the_last_is_filled_up_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     model = made(experts)
     seen: list[int] = []
@@ -267,7 +308,10 @@ def test_autocast_and_mode_of_the_forward_are_those_of_the_replay() -> None:
     check_against_autograd(model, single(batch(2)), task)
     total, inputs = ClippedSum(model, 1.0), single(batch(4))
     add(total, task, inputs)
-    assert oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, task, inputs, 1.0)) <= 2e-2
+    assert (
+        oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, task, inputs, 1.0))
+        <= 2e-2
+    )
 
 
 @pytest.mark.parametrize("place", ["before", "inner.b"])
@@ -290,15 +334,27 @@ def packed(m: nn.LSTM, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], Model], str]] = {
     "draws": (lambda: made(lambda m, x: F.dropout(windows(m, x), 0.1)), "draws random"),
-    "dropout layer": (lambda: made(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True)), "draws random"),
-    "dropout of an LSTM": (lambda: made(nn.LSTM(D, D, 2, dropout=0.1), lambda m, x: m(x)[0]), "draws random"),
+    "dropout layer": (
+        lambda: made(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True)),
+        "draws random",
+    ),
+    "dropout of an LSTM": (
+        lambda: made(nn.LSTM(D, D, 2, dropout=0.1), lambda m, x: m(x)[0]),
+        "draws random",
+    ),
     "buffer": (lambda: made(writes_a_buffer), "cannot follow its forward .*mutate"),
     "branches on values": (
         lambda: made(lambda m, x: windows(m, x) if bool(x.detach().sum() < 1e9) else x),
         r"^inner \(Piece\) .*vmap cannot follow",
     ),
-    "packed sequences": (lambda: made(nn.LSTM(D, D, batch_first=True), packed), "vmap cannot follow"),
-    "mixes": (lambda: made(lambda m, x: windows(m, x) + x.mean(0)), "alone than together|loss of an example changes"),
+    "packed sequences": (
+        lambda: made(nn.LSTM(D, D, batch_first=True), packed),
+        "vmap cannot follow",
+    ),
+    "mixes": (
+        lambda: made(lambda m, x: windows(m, x) + x.mean(0)),
+        "alone than together|loss of an example changes",
+    ),
 }
 
 
@@ -314,7 +370,10 @@ def test_what_a_replay_cannot_repeat_is_refused_in_a_line(name: str) -> None:
 def test_an_output_for_all_examples_together_disqualifies_a_module() -> None:
     """A router's loss: here it is added with weight 0, so that the examples stay apart, and the module around it is taken."""
     torch.manual_seed(0)
-    model = made(lambda m, x: (windows(m, x), m.a(x).mean()), lambda m, x: (lambda y, aside: y + 0 * aside)(*m(x)))
+    model = made(
+        lambda m, x: (windows(m, x), m.a(x).mean()),
+        lambda m, x: (lambda y, aside: y + 0 * aside)(*m(x)),
+    )
     for found in model.inner, model:
         places = fallback.places_of(model, lambda size: model(**batch(size)), lambda: None)
         assert (found in places) == (found is model)
@@ -363,11 +422,18 @@ def test_a_replay_leaves_attributes_as_they_were() -> None:
 
 @pytest.mark.parametrize(
     ("call", "line"),
-    [(lambda x: x[:, None], "another way than in the self-check"), (lambda x: {x}, "called with a set")],
+    [
+        (lambda x: x[:, None], "another way than in the self-check"),
+        (lambda x: {x}, "called with a set"),
+    ],
 )
-def test_a_call_in_another_form_than_in_the_self_check_is_refused(call: Callable[[Tensor], Any], line: str) -> None:
+def test_a_call_in_another_form_than_in_the_self_check_is_refused(
+    call: Callable[[Tensor], Any], line: str
+) -> None:
     torch.manual_seed(0)
-    model = made(lambda m, x: windows(m, x if isinstance(x, Tensor) and x.dim() == 3 else next(iter(x))))
+    model = made(
+        lambda m, x: windows(m, x if isinstance(x, Tensor) and x.dim() == 3 else next(iter(x)))
+    )
     check_against_autograd(model, batch(2))
     model.use = lambda m, x: m(call(x))
     with pytest.raises(PrivacyConfigError, match=line):

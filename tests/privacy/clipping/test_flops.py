@@ -17,7 +17,9 @@ from models.config import VitConfig
         pytest.param("dpcap_large", 1.06, 1.45, marks=pytest.mark.full),
     ],
 )
-@patch("benchmarks.step.VitConfig", lambda **how: VitConfig(**how | {"depth": 4}))  # of twelve equal blocks
+@patch(
+    "benchmarks.step.VitConfig", lambda **how: VitConfig(**how | {"depth": 4})
+)  # of twelve equal blocks
 def test_flops_against_non_private_training(name: str, bookkeeping: float, two_pass: float) -> None:
     workload = (CPU_WORKLOADS | CUDA_WORKLOADS)[name]
     found = flop_ratios(workload, torch.device("meta"), torch.float32, ["bookkeeping", "two_pass"])

@@ -31,7 +31,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Fused functions run compiled; their names gather in the set."""
     names: set[str] = set()
 
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool) -> Any:
+    def launch(
+        function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool
+    ) -> Any:
         names.add(function.__name__)
         return fused.compiled(function, for_all_sizes)(*arguments)
 
@@ -49,7 +51,10 @@ def addends(generator: torch.Generator, unit: float, most: float, dtype: torch.d
     halves = (torch.randint(-1000, 1000, (500,), generator=generator).double() + 0.5) * unit
     near = torch.nextafter(halves.to(dtype), torch.tensor(math.inf, dtype=dtype))
     large = (
-        torch.tensor([most, -most, 1.5 * most, -7 * most, 1e30, -1e30, math.inf, -math.inf, math.nan]).double() * unit
+        torch.tensor(
+            [most, -most, 1.5 * most, -7 * most, 1e30, -1e30, math.inf, -math.inf, math.nan]
+        ).double()
+        * unit
     )
     ordinary = torch.randn(3001, generator=generator, dtype=torch.float64) * most * unit / 3
     return torch.cat([halves.to(dtype), near, large.to(dtype), ordinary.to(dtype), -near])
@@ -57,14 +62,19 @@ def addends(generator: torch.Generator, unit: float, most: float, dtype: torch.d
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_contract_4_compiled_rounding_has_the_bits_of_the_reference(dtype: torch.dtype, compiles: set[str]) -> None:
+def test_contract_4_compiled_rounding_has_the_bits_of_the_reference(
+    dtype: torch.dtype, compiles: set[str]
+) -> None:
     """`make test` compares the sums of a whole model, below."""
     generator = torch.Generator().manual_seed(0)
     for cap, num_examples, parts in [(64, 64, 1), (200_000, 64, 1), (200_000, 500, 3)]:
         grid = Grid.of(190_000_000, torch.float32, cap, 6000)
         unit = grid.unit(0.7)
         assert unit is not None
-        values = [addends(generator, 2.0**-unit.exponent, num_examples * unit.largest, dtype) for _ in range(parts)]
+        values = [
+            addends(generator, 2.0**-unit.exponent, num_examples * unit.largest, dtype)
+            for _ in range(parts)
+        ]
         sums = []
         for is_compiled in (False, True):
             (total,) = Total.zeros([len(values[0]) + 5], grid.layout, unit, CPU)
@@ -74,7 +84,9 @@ def test_contract_4_compiled_rounding_has_the_bits_of_the_reference(dtype: torch
                     total.add([x.clone() for x in values], num_examples, 3)
                 else:
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(fused, "launch", lambda function, arguments, _: function(*arguments))
+                        patch.setattr(
+                            fused, "launch", lambda function, arguments, _: function(*arguments)
+                        )
                         total.add([x.clone() for x in values], num_examples, 3)
             sums.append((total.low, total.high, total.read(slice(None))))
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*sums, strict=True))  # type: ignore[arg-type]
@@ -112,7 +124,9 @@ def check_norm(a: Tensor, g: Tensor) -> None:
     exact_gross_B = (wide_a.norm(dim=2) * wide_g.norm(dim=2)).sum(1)
     bound_B = part.norm_terms * 2.0**-24 * exact_gross_B.square() + hidden_B**2
     assert ((squared_B - exact_B).abs() <= bound_B).all()
-    torch.testing.assert_close(gross_B.double(), exact_gross_B, rtol=1e-3 if a.is_cuda else 1e-5, atol=0)
+    torch.testing.assert_close(
+        gross_B.double(), exact_gross_B, rtol=1e-3 if a.is_cuda else 1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,8 +160,13 @@ def test_contract_4_truncating_matrix_units_stay_within_the_bound(
     for start in range(0, width, at_once):
         chunked += unit_sum(products[:, start : start + at_once]).astype(np.float32)
     exact = products.sum(1)
-    assert float(np.abs(chunked / exact - 1).max()) <= contributions.roundings(width, at_once, each) * 2.0**-24
-    if width == 16384:  # the danger is real: one long sum in the unit reads lower than random roundings would
+    assert (
+        float(np.abs(chunked / exact - 1).max())
+        <= contributions.roundings(width, at_once, each) * 2.0**-24
+    )
+    if (
+        width == 16384
+    ):  # the danger is real: one long sum in the unit reads lower than random roundings would
         assert float((1 - unit_sum(products) / exact).max()) > rounding(width, torch.float32)
 
 
@@ -178,7 +197,9 @@ def test_compiled_norm_layers_repeat_their_bits(compiles: set[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
-def test_contract_4_a_model_compiled(mode: Any, compiles: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_4_a_model_compiled(
+    mode: Any, compiles: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its sum is that of the loop and rounded as without a compiler, and an example whose tokens cancel moves it by at most C."""
     torch.manual_seed(0)
     model = Product(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72)))
@@ -186,11 +207,15 @@ def test_contract_4_a_model_compiled(mode: Any, compiles: set[str], monkeypatch:
     for mean in (0.0, 1000.0):
         moved = change(model, others, cancelling(5, 64, 72, mean, 1), mode)
         assert moved <= 1 + SENSITIVITY_SLACK and (moved > 0.9 or mean > 0)
-    inputs = {name: x.expand(2, -1, -1) * torch.arange(1, 3)[:, None, None] for name, x in others.items()}
+    inputs = {
+        name: x.expand(2, -1, -1) * torch.arange(1, 3)[:, None, None] for name, x in others.items()
+    }
     compile_all, sums = fused.launch, []
     for whole_numbers in (compile_all, lambda function, arguments, _: function(*arguments)):
         by_name = {"_add": whole_numbers, "_carry": whole_numbers}
-        monkeypatch.setattr(fused, "launch", lambda f, *how, by=by_name: by.get(f.__name__, compile_all)(f, *how))
+        monkeypatch.setattr(
+            fused, "launch", lambda f, *how, by=by_name: by.get(f.__name__, compile_all)(f, *how)
+        )
         total = ClippedSum(model, 0.1, mode=mode, self_check=False)
         total.add_micro_batch(model, inputs, torch.zeros(2, dtype=torch.bool))
         sums.append(dict(total.sums()))
@@ -210,9 +235,13 @@ def test_contract_5_blanked_rows(dtype: torch.dtype, device: str) -> None:
     y = blanked(x, excluded_B)
     assert torch.equal(y[~excluded_B], good) and not y[excluded_B].any()
     assert (y.data_ptr() == place) == (device == "cuda")
-    wide = torch.zeros(5, 1, device=device, dtype=dtype).fill_(torch.nan).expand(5, 4)  # not contiguous
+    wide = (
+        torch.zeros(5, 1, device=device, dtype=dtype).fill_(torch.nan).expand(5, 4)
+    )  # not contiguous
     assert not blanked(wide, torch.ones_like(excluded_B)).any()
-    assert not needs_blanking(torch.tensor([True, True])) and needs_blanking(torch.tensor([True, False]))
+    assert not needs_blanking(torch.tensor([True, True])) and needs_blanking(
+        torch.tensor([True, False])
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e25])
@@ -230,10 +259,16 @@ def test_contract_5_rows_that_are_zeroed_where_they_stand(
     monkeypatch.setattr(contributions, "_in_place", lambda x: x.is_contiguous())
     monkeypatch.setattr(contributions, "blank_rows_", in_place)
     torch.manual_seed(0)
-    model = Product(nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72), nn.Linear(72, 72)))
-    inputs = {name: torch.cat([x, 2 * x, bad * x]) for name, x in cancelling(5, 64, 72, 0.0, 99).items()}
+    model = Product(
+        nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 72), nn.Linear(72, 72))
+    )
+    inputs = {
+        name: torch.cat([x, 2 * x, bad * x]) for name, x in cancelling(5, 64, 72, 0.0, 99).items()
+    }
     total = ClippedSum(model, 0.1, mode=mode, self_check=False)
-    stats = total.add_micro_batch(model, {n: x.clone() for n, x in inputs.items()}, torch.zeros(3, dtype=torch.bool))
+    stats = total.add_micro_batch(
+        model, {n: x.clone() for n, x in inputs.items()}, torch.zeros(3, dtype=torch.bool)
+    )
     total.require_repeated()
     assert int(stats.num_nonfinite) == 1
     found = {name: value.clone() for name, value in total.sums()}
@@ -244,10 +279,15 @@ def test_contract_5_rows_that_are_zeroed_where_they_stand(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_contract_4_norms_on_a_gpu(dtype: torch.dtype) -> None:
-    for a, g in (*cases(), *((cancelling(197, 768, 3072, mean, 0)[n] for n in "xw") for mean in (0.0, 1000.0))):
+    for a, g in (
+        *cases(),
+        *((cancelling(197, 768, 3072, mean, 0)[n] for n in "xw") for mean in (0.0, 1000.0)),
+    ):
         a, g = a.to("cuda", dtype), g.to("cuda", dtype)
         check_norm(a, g)
-        assert torch.equal(OuterProducts(a, g).norm().squared_B, OuterProducts(a, g).norm().squared_B)
+        assert torch.equal(
+            OuterProducts(a, g).norm().squared_B, OuterProducts(a, g).norm().squared_B
+        )
 
 
 @pytest.mark.gpu
@@ -258,7 +298,10 @@ def test_contract_5_blanked_on_a_gpu(dtype: torch.dtype) -> None:
     x = torch.randn(4, 5, 8, device="cuda", dtype=dtype)
     x[2, 1] = torch.nan
     before = x.clone()
-    total, padding_B = ClippedSum(model, 1.0, self_check=False), torch.zeros(4, dtype=torch.bool, device="cuda")
+    total, padding_B = (
+        ClippedSum(model, 1.0, self_check=False),
+        torch.zeros(4, dtype=torch.bool, device="cuda"),
+    )
 
     def task(x: Tensor) -> Tensor:
         return model(x).float().sum((1, 2))

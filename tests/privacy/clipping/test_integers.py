@@ -38,7 +38,9 @@ def is_within(z: list[int], grid: Lattice) -> bool:
     return sum(x * x for x in z) <= Fraction(grid.bound) ** 2 * Fraction(4) ** grid.exponent
 
 
-@pytest.mark.parametrize(("bound", "exponent"), [(1.0, 0), (1.0, 1), (0.7, 2), (1.3, 2), (3.0, 0), (5.5, -1)])
+@pytest.mark.parametrize(
+    ("bound", "exponent"), [(1.0, 0), (1.0, 1), (0.7, 2), (1.3, 2), (3.0, 0), (5.5, -1)]
+)
 def test_every_vector_of_a_small_lattice(bound: float, exponent: int) -> None:
     """All vectors of three entries from -6 to 6: within C, and those that fit in the even lattice pass unchanged."""
     grid = Lattice(bound, exponent)
@@ -69,7 +71,11 @@ def test_no_vector_contributes_more_than_its_bound(
     (z,) = contribution(torch.tensor([k], dtype=torch.int32), grid.limit)
     assert is_within(z, grid)
     largest = math.isqrt(grid.limit)  # of an entry
-    assert cap * largest + NOISE_ROOM * Fraction(sigma) * Fraction(bound) * Fraction(2) ** grid.exponent <= LARGEST_SUM
+    assert (
+        cap * largest
+        + NOISE_ROOM * Fraction(sigma) * Fraction(bound) * Fraction(2) ** grid.exponent
+        <= LARGEST_SUM
+    )
     assert 0 < grid.limit < 2**64
     deviation = deviation_in_units(sigma * bound, grid.exponent)
     assert Fraction(deviation) >= Fraction(sigma) * Fraction(bound) * Fraction(2) ** grid.exponent
@@ -111,10 +117,27 @@ def test_the_norm_goes_over_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(integers, "BLOCK_NUMBERS", size)
         norms = SquaredNorms(3, CPU)
         norms.add(k_Bn)
-        assert [h * 2**32 + low for h, low in zip(norms.high_B.tolist(), norms.low_B.tolist(), strict=True)] == expected
+        assert [
+            h * 2**32 + low
+            for h, low in zip(norms.high_B.tolist(), norms.low_B.tolist(), strict=True)
+        ] == expected
 
 
-HOSTILE = [float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e-38, 1e-45, 0.0, -0.0, 0.5, 1.5, -2.5, 1.0]
+HOSTILE = [
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    3.4e38,
+    -3.4e38,
+    1e-38,
+    1e-45,
+    0.0,
+    -0.0,
+    0.5,
+    1.5,
+    -2.5,
+    1.0,
+]
 
 
 @given(
@@ -127,7 +150,9 @@ HOSTILE = [float("nan"), float("inf"), -float("inf"), 3.4e38, -3.4e38, 1e-38, 1e
     exclude=st.booleans(),
 )
 @settings(max_examples=MANY)
-def test_any_gradient_becomes_a_vector_within_the_bound(rows: list[list[float]], scale: float, exclude: bool) -> None:
+def test_any_gradient_becomes_a_vector_within_the_bound(
+    rows: list[list[float]], scale: float, exclude: bool
+) -> None:
     """Also with a factor that is wrong by any amount, and where a row that is not finite was not excluded."""
     grid = Lattice.of(1.0, 4096, 1.0)
     x_Bn = torch.tensor(rows, dtype=torch.float32)
@@ -150,16 +175,22 @@ def test_halves_that_all_round_up(size: int) -> None:
     for k in (k_Bn, k_Bn + 1):  # as if all had rounded up
         norms = SquaredNorms(1, CPU)
         norms.add(k)
-        q, multiplier = norms.high_B.item() * 2**32 + norms.low_B.item(), norms.multipliers(grid.limit).item()
+        q, multiplier = (
+            norms.high_B.item() * 2**32 + norms.low_B.item(),
+            norms.multipliers(grid.limit).item(),
+        )
         assert multiplier**2 * q <= grid.limit
     (total,) = contribution(k_Bn[:, :10], grid.limit)
     assert total == (2 * k_Bn[0, :10].long()).tolist()
 
 
 @pytest.mark.parametrize(
-    ("bound", "cap", "exponent"), [(1.0, 4096, 31), (0.75, 4096, 32), (2.0, 10**6, 30), (1.0, 2**31, 30)]
+    ("bound", "cap", "exponent"),
+    [(1.0, 4096, 31), (0.75, 4096, 32), (2.0, 10**6, 30), (1.0, 2**31, 30)],
 )
-def test_the_exponent_follows_from_bound_cap_and_noise(bound: float, cap: int, exponent: int) -> None:
+def test_the_exponent_follows_from_bound_cap_and_noise(
+    bound: float, cap: int, exponent: int
+) -> None:
     assert Lattice.of(bound, cap, 1.0).exponent == exponent
     assert Lattice.of(bound, cap, 1.0).bound == bound
 

@@ -46,7 +46,9 @@ class Around(nn.Module):
 
     running: Tensor
 
-    def __init__(self, mix: Callable[..., Tensor], strength: float, *, words: bool, narrow: bool = False) -> None:
+    def __init__(
+        self, mix: Callable[..., Tensor], strength: float, *, words: bool, narrow: bool = False
+    ) -> None:
         super().__init__()
         self.mix, self.strength, self.narrow, self.memory = mix, strength, narrow, 0.0
         self.cache: dict[Any, Tensor] = {}
@@ -246,7 +248,9 @@ RIGHT: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "experts": experts_of_tokens,
     "own_scale": lambda m, h: h / h.detach().abs().amax((1, 2), keepdim=True),
     "own_copy_in_place": lambda m, h: (h * 1).add_(1),
-    "cached_table": lambda m, h: h * m.cache.setdefault(h.shape, torch.linspace(0, 1, D)).to(h.dtype),
+    "cached_table": lambda m, h: (
+        h * m.cache.setdefault(h.shape, torch.linspace(0, 1, D)).to(h.dtype)
+    ),
     "last_seen": keeps_the_last,
     "guarded": guarded,
 }
@@ -257,7 +261,10 @@ def cases(names: Iterable[str], seed: int, *, every: bool) -> list[tuple[str, fl
     draw = random.Random(seed)
     if every:
         ways = itertools.product((False, True), repeat=2)
-        return [(name, strength, *way) for name, strength, way in itertools.product(names, STRENGTHS, ways)]
+        return [
+            (name, strength, *way)
+            for name, strength, way in itertools.product(names, STRENGTHS, ways)
+        ]
     return [(name, draw.choice(STRENGTHS), i % 2 == 1, i % 3 == 1) for i, name in enumerate(names)]
 
 
@@ -431,50 +438,125 @@ Gathers = tuple[Callable[[], Any], Callable[[Any, Tensor], object]]
 GATHERS: dict[str, Gathers] = {
     "a list": (list, lambda q, h: q.extend(h)),
     "a list in a mapping": (lambda: {"keys": []}, lambda q, h: q["keys"].extend(h)),
-    "a deque in a mapping in a list": (lambda: [{"keys": collections.deque()}], lambda q, h: q[0]["keys"].extend(h)),
+    "a deque in a mapping in a list": (
+        lambda: [{"keys": collections.deque()}],
+        lambda q, h: q[0]["keys"].extend(h),
+    ),
     "a list in a tuple": (lambda: ([],), lambda q, h: q[0].extend(h)),
     "a named tuple": (lambda: Pair([]), lambda q, h: q.keys.extend(h)),
     "a set in a mapping": (lambda: {"keys": set()}, lambda q, h: q["keys"].update(h)),
-    "a mapping with defaults": (lambda: collections.defaultdict(list), lambda q, h: q["keys"].extend(h)),
+    "a mapping with defaults": (
+        lambda: collections.defaultdict(list),
+        lambda q, h: q["keys"].extend(h),
+    ),
     "a mapping of a user": (collections.UserDict, lambda q, h: q.update({len(q): h})),
     "a data class": (Record, lambda q, h: q.keys.extend(h)),
     "slots": (Slotted, lambda q, h: q.keys.extend(h)),
     "an object": (lambda: Bank(keys=[]), lambda q, h: q.keys.extend(h)),
-    "an object in an object": (lambda: Bank(bank=Bank(keys={"k": []})), lambda q, h: q.bank.keys["k"].extend(h)),
+    "an object in an object": (
+        lambda: Bank(bank=Bank(keys={"k": []})),
+        lambda q, h: q.bank.keys["k"].extend(h),
+    ),
     "a class": (Bank, lambda q, h: q.shared.extend(h)),
     "a queue": (queues.Queue, lambda q, h: [q.put(x) for x in h]),
-    "a chain": (lambda: Bank(head=None), lambda q, h: setattr(q, "head", Bank(mean=h.mean(0), rest=q.head))),
-    "a tensor that grows": (lambda: {"t": torch.zeros(0, D)}, lambda q, h: q.update(t=torch.cat([q["t"].to(h), h]))),
-    "a ring": (lambda: Bank(t=torch.zeros(LONG, D), n=0), lambda q, h: (written(q.t, q.n, h), setattr(q, "n", q.n + 2))),
-    "a ring of numpy": (lambda: [np.zeros((LONG, D))], lambda q, h: written(q[0], int((q[0] != 0).any(1).sum()), h.numpy())),
-    "an array that grows": (lambda: Bank(a=np.zeros((0, D))), lambda q, h: setattr(q, "a", np.concatenate([q.a, h.numpy()]))),
-    "a mean": (lambda: [{"mean": 0.0}], lambda q, h: q[0].update(mean=0.9 * q[0]["mean"] + 0.1 * float(h.mean()))),
+    "a chain": (
+        lambda: Bank(head=None),
+        lambda q, h: setattr(q, "head", Bank(mean=h.mean(0), rest=q.head)),
+    ),
+    "a tensor that grows": (
+        lambda: {"t": torch.zeros(0, D)},
+        lambda q, h: q.update(t=torch.cat([q["t"].to(h), h])),
+    ),
+    "a ring": (
+        lambda: Bank(t=torch.zeros(LONG, D), n=0),
+        lambda q, h: (written(q.t, q.n, h), setattr(q, "n", q.n + 2)),
+    ),
+    "a ring of numpy": (
+        lambda: [np.zeros((LONG, D))],
+        lambda q, h: written(q[0], int((q[0] != 0).any(1).sum()), h.numpy()),
+    ),
+    "an array that grows": (
+        lambda: Bank(a=np.zeros((0, D))),
+        lambda q, h: setattr(q, "a", np.concatenate([q.a, h.numpy()])),
+    ),
+    "a mean": (
+        lambda: [{"mean": 0.0}],
+        lambda q, h: q[0].update(mean=0.9 * q[0]["mean"] + 0.1 * float(h.mean())),
+    ),
     "bytes": (lambda: {"b": b""}, lambda q, h: q.update(b=q["b"] + h.numpy().tobytes())),
-    "a module in a list": (lambda: [teacher()], lambda q, h: q[0].weight.data.mul_(0.9).add_(0.1 * h.mean())),
+    "a module in a list": (
+        lambda: [teacher()],
+        lambda q, h: q[0].weight.data.mul_(0.9).add_(0.1 * h.mean()),
+    ),
     "a key": (lambda: {0.0: 1}, lambda q, h: to_key(q, next(iter(q)) + mean_of(h))),
-    "a key of an object": (lambda: {(0.0,): 1}, lambda q, h: to_key(q, (next(iter(q))[0] + mean_of(h),))),
+    "a key of an object": (
+        lambda: {(0.0,): 1},
+        lambda q, h: to_key(q, (next(iter(q))[0] + mean_of(h),)),
+    ),
     "beside the time": (lambda: {"seconds": 0, "mean": 0.0}, beside_the_time),
-    "the middle of a list": (lambda: [0.0] * 3000, lambda q, h: written(q, 1500, [q[1500] + mean_of(h)])),
-    "the middle of lists": (lambda: [[0.0] for _ in range(3000)], lambda q, h: written(q[1500], 0, [q[1500][0] + mean_of(h)])),
-    "the middle of a mapping": (lambda: dict.fromkeys(range(3000), 0.0), lambda q, h: q.update({1500: q[1500] + mean_of(h)})),
-    "an attribute of a list": (lambda: Rows([1]), lambda q, h: vars(q).setdefault("seen", []).extend(h)),
-    "an attribute of a mapping": (Named, lambda q, h: vars(q).update(mean=vars(q).get("mean", 0) + mean_of(h))),
-    "an attribute of a tensor": (lambda: torch.zeros(3), lambda q, h: vars(q).setdefault("seen", []).extend(h)),
+    "the middle of a list": (
+        lambda: [0.0] * 3000,
+        lambda q, h: written(q, 1500, [q[1500] + mean_of(h)]),
+    ),
+    "the middle of lists": (
+        lambda: [[0.0] for _ in range(3000)],
+        lambda q, h: written(q[1500], 0, [q[1500][0] + mean_of(h)]),
+    ),
+    "the middle of a mapping": (
+        lambda: dict.fromkeys(range(3000), 0.0),
+        lambda q, h: q.update({1500: q[1500] + mean_of(h)}),
+    ),
+    "an attribute of a list": (
+        lambda: Rows([1]),
+        lambda q, h: vars(q).setdefault("seen", []).extend(h),
+    ),
+    "an attribute of a mapping": (
+        Named,
+        lambda q, h: vars(q).update(mean=vars(q).get("mean", 0) + mean_of(h)),
+    ),
+    "an attribute of a tensor": (
+        lambda: torch.zeros(3),
+        lambda q, h: vars(q).setdefault("seen", []).extend(h),
+    ),
     "a slot of another name": (Hidden, lambda q, h: q.take(h)),
-    "a slot that is filled": (Hidden, lambda q, h: setattr(q, "mean", getattr(q, "mean", 0) + mean_of(h))),
-    "a number of numpy": (lambda: [np.float32(0)], lambda q, h: written(q, 0, [q[0] + np.float32(mean_of(h))])),
+    "a slot that is filled": (
+        Hidden,
+        lambda q, h: setattr(q, "mean", getattr(q, "mean", 0) + mean_of(h)),
+    ),
+    "a number of numpy": (
+        lambda: [np.float32(0)],
+        lambda q, h: written(q, 0, [q[0] + np.float32(mean_of(h))]),
+    ),
     "a complex number": (lambda: {"mean": 0j}, lambda q, h: q.update(mean=q["mean"] + mean_of(h))),
-    "a decimal number": (lambda: [decimal.Decimal(0)], lambda q, h: written(q, 0, [q[0] + decimal.Decimal(mean_of(h))])),
+    "a decimal number": (
+        lambda: [decimal.Decimal(0)],
+        lambda q, h: written(q, 0, [q[0] + decimal.Decimal(mean_of(h))]),
+    ),
     "bytes in place": (lambda: bytearray(8), to_bytes),
-    "an array of Python": (lambda: array.array("d", [0]), lambda q, h: written(q, 0, array.array("d", [q[0] + mean_of(h)]))),
-    "a sparse tensor": (lambda: [torch.eye(1).to_sparse()], lambda q, h: written(q, 0, [(q[0] * h.mean()).to_sparse()])),
-    "a partial function": (lambda: [partial(float, 0.0)], lambda q, h: written(q, 0, [partial(float, q[0]() + mean_of(h))])),
+    "an array of Python": (
+        lambda: array.array("d", [0]),
+        lambda q, h: written(q, 0, array.array("d", [q[0] + mean_of(h)])),
+    ),
+    "a sparse tensor": (
+        lambda: [torch.eye(1).to_sparse()],
+        lambda q, h: written(q, 0, [(q[0] * h.mean()).to_sparse()]),
+    ),
+    "a partial function": (
+        lambda: [partial(float, 0.0)],
+        lambda q, h: written(q, 0, [partial(float, q[0]() + mean_of(h))]),
+    ),
     "a default of a function": (lambda: [lambda value=0.0: value], to_default),
     "a gradient": (lambda: torch.zeros(()), to_gradient),
-    "a gradient of a tensor in a list": (lambda: [torch.zeros(())], lambda q, h: to_gradient(q[0], h)),
+    "a gradient of a tensor in a list": (
+        lambda: [torch.zeros(())],
+        lambda q, h: to_gradient(q[0], h),
+    ),
     "bytes of a stream": (lambda: io.BytesIO(bytes(8)), to_stream),
     "words of a stream": (io.StringIO, lambda q, h: q.write(f"{mean_of(h)} ")),
-    "the place in a stream": (lambda: io.BytesIO(), lambda q, h: q.seek(int(q.tell() / 2 + 1e6 * abs(mean_of(h))))),
+    "the place in a stream": (
+        lambda: io.BytesIO(),
+        lambda q, h: q.seek(int(q.tell() / 2 + 1e6 * abs(mean_of(h)))),
+    ),
     "a map of memory": (lambda: mmap.mmap(-1, 8), to_memory),
     "an array of C": (lambda: (ctypes.c_double * 1)(), to_memory),
     "a number of C": (lambda: [ctypes.c_double(0)], lambda q, h: to_memory(q[0], h)),
@@ -482,18 +564,24 @@ GATHERS: dict[str, Gathers] = {
     "memory of others": (lambda: memoryview(bytearray(8)), to_memory),
     "an array of objects": (lambda: np.array([None, []], object), lambda q, h: q[1].extend(h)),
     "the last depth": (lambda: nested(DEPTH - 1), lambda q, h: innermost(q).extend(h)),
-}  # fmt: skip
+}
 GATHERS_NOTHING: dict[str, Gathers] = {
     "the last one": (lambda: Bank(last=None), lambda q, h: setattr(q, "last", h)),
     "a count": (lambda: {"calls": [0]}, lambda q, h: q["calls"].__setitem__(0, q["calls"][0] + 1)),
-    "by shape": (lambda: Bank(tables={}), lambda q, h: q.tables.setdefault(h.shape, torch.arange(3))),
+    "by shape": (
+        lambda: Bank(tables={}),
+        lambda q, h: q.tables.setdefault(h.shape, torch.arange(3)),
+    ),
     "much": (lambda: [(i, [i]) for i in range(50_000)], lambda q, h: None),
     "the time beside a count": (lambda: {"seconds": 0, "calls": 0}, timed),
     "a list that nobody may go through": (lambda: Rows([1]), lambda q, h: None),
     "a slot behind a property": (lambda: object.__new__(Shadowed), lambda q, h: None),
     "a mapping of names": (lambda: Named(a=Named(b=1)), lambda q, h: q.a.update(b=h.shape[1])),
     "what is printed": (lambda: collections.Counter(), lambda q, h: q.update([h.shape[1]])),
-    "a nested tensor": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), lambda q, h: None),
+    "a nested tensor": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda q, h: None,
+    ),
     "a quantized tensor": (quantized, lambda q, h: None),
     "others' objects": (
         lambda: [logging.getLogger("a"), threading.Lock(), queues.Queue(), random.Random(0)],
@@ -591,7 +679,9 @@ def centred(h: Tensor) -> Tensor:
 def in_groups(h: Tensor) -> Tensor:
     """Of two rows that lie apart, or of all, as minibatch standard deviation has it."""
     groups = len(h) // 2 if len(h) % 2 == 0 else 1
-    return h * h.view(-1, groups, h.shape[1]).std(0, correction=0).repeat(len(h) // groups, 1).detach()
+    return (
+        h * h.view(-1, groups, h.shape[1]).std(0, correction=0).repeat(len(h) // groups, 1).detach()
+    )
 
 
 def previous(h: Tensor) -> Tensor:
@@ -606,7 +696,9 @@ def guard(x: Tensor) -> None:
 class Net(nn.Module):
     """Mixes where `mixes` says so."""
 
-    def __init__(self, mixes: Callable[[Tensor], bool], mix: Callable[[Tensor], Tensor] = centred) -> None:
+    def __init__(
+        self, mixes: Callable[[Tensor], bool], mix: Callable[[Tensor], Tensor] = centred
+    ) -> None:
         super().__init__()
         self.a, self.b, self.mixes, self.mix = nn.Linear(4, 5), nn.Linear(5, 3), mixes, mix
 
@@ -634,7 +726,9 @@ def test_every_size_at_which_a_model_mixes_is_found(mix: Callable[[Tensor], Tens
 
         for size in (1, 2, 3, 12, 24, 25, 26, 27, 40):
             for task in (model, guarded):
-                found = pytest.raises(PrivacyConfigError, match=f"in micro-batches of {size} examples")
+                found = pytest.raises(
+                    PrivacyConfigError, match=f"in micro-batches of {size} examples"
+                )
                 with found if mixes(torch.empty(size, 1)) else contextlib.nullcontext():
                     require_apart(task, {"x": numbers(3, 4)}, size)
 
@@ -644,12 +738,19 @@ def nine_and_guarded(x: Tensor) -> bool:
     return len(x) == 9
 
 
-WAYS: dict[str, tuple[Callable[[Tensor], bool], tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]] = {
+WAYS: dict[
+    str, tuple[Callable[[Tensor], bool], tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]
+] = {
     # where it mixes, made-up inputs of the self-check, micro-batches that pass, and one that is refused
     "size": (lambda x: len(x) > 60, (40, 4), [(1, 4), (3, 4), (60, 4)], (64, 4)),
     "length": (lambda x: x.shape[1] > 6, (3, 5, 4), [(3, 6, 4)], (3, 7, 4)),
     "autocast": (lambda x: torch.is_autocast_enabled("cpu"), (3, 4), [(4, 4)], (4, 4)),
-    "weights of zero": (nine_and_guarded, (2, 4), [(8, 4)], (9, 4)),  # through which NaN would come, but for the guard
+    "weights of zero": (
+        nine_and_guarded,
+        (2, 4),
+        [(8, 4)],
+        (9, 4),
+    ),  # through which NaN would come, but for the guard
 }
 
 
@@ -667,7 +768,9 @@ def test_a_sum_tries_every_new_way_before_it_adds(way: str, certified: bool) -> 
     before = {name: value.clone() for name, value in total.sums()}
     with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
         for _ in range(2):
-            with pytest.raises(PrivacyConfigError, match=f"in micro-batches of {wrong[0]} examples"):
+            with pytest.raises(
+                PrivacyConfigError, match=f"in micro-batches of {wrong[0]} examples"
+            ):
                 add(total, model, numbers(*wrong, seed=1))
     assert all(torch.equal(value, before[name]) for name, value in total.sums())
 
@@ -701,13 +804,21 @@ class Halting(nn.Module):
 def test_layers_that_are_called_as_often_as_the_longest_example_asks_are_refused(mode: Any) -> None:
     """At the start, or at the micro-batch that asks."""
     model, lattice = Halting(), Lattice.of(1.0, 64, 1.0)
-    with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called \d times .* and \d times"):
+    with pytest.raises(
+        PrivacyConfigError, match=r"the layer of a\.\w+ was called \d times .* and \d times"
+    ):
         check_against_autograd(model, {"x": numbers(3, 4)})
     certified, how = mode == "certified", {"self_check": False}
-    total = CertifiedSum(model, lattice, **how) if certified else ClippedSum(model, 1.0, mode=mode, **how)
+    total = (
+        CertifiedSum(model, lattice, **how)
+        if certified
+        else ClippedSum(model, 1.0, mode=mode, **how)
+    )
     for size in (2, 3):
         add(total, model, numbers(size, 4))
-    with pytest.raises(PrivacyConfigError, match=r"the layer of a\.\w+ was called 2 times .* and 1 times"):
+    with pytest.raises(
+        PrivacyConfigError, match=r"the layer of a\.\w+ was called 2 times .* and 1 times"
+    ):
         add(total, model, numbers(3, 4) + 11)
 
 
@@ -749,9 +860,13 @@ def crowd(x: Tensor) -> Tensor:
         (reads(lambda x: torch.zeros_like(x)), None),
     ],
 )
-def test_what_one_kind_of_neighbour_finds_and_no_other_does(task: Callable[[Tensor], Tensor], line: str | None) -> None:
+def test_what_one_kind_of_neighbour_finds_and_no_other_does(
+    task: Callable[[Tensor], Tensor], line: str | None
+) -> None:
     inputs = {"x": torch.tensor([[1.0, 2, 3, 4], [-1, 2, 5, 3]])}
-    with contextlib.nullcontext() if line is None else pytest.raises(PrivacyConfigError, match=line):
+    with (
+        contextlib.nullcontext() if line is None else pytest.raises(PrivacyConfigError, match=line)
+    ):
         require_apart(task, inputs, 64)
 
 
@@ -761,7 +876,9 @@ def test_what_one_kind_of_neighbour_finds_and_no_other_does(task: Callable[[Tens
 class Placeholders(nn.Module):
     """Raises an error where the ids have another number of placeholders than the pictures have patches."""
 
-    def __init__(self, error: type[Exception], mix: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+    def __init__(
+        self, error: type[Exception], mix: Callable[[Tensor], Tensor] = lambda h: h
+    ) -> None:
         super().__init__()
         self.table, self.patch, self.last = nn.Embedding(9, 4), nn.Linear(3, 4), nn.Linear(4, 2)
         self.error, self.mix = error, mix
@@ -782,15 +899,21 @@ def prompts(count: int, *, length: int = 6) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, IndexError])
-def test_a_model_that_refuses_made_up_neighbours_is_tried_on_whole_examples(error: type[Exception]) -> None:
+def test_a_model_that_refuses_made_up_neighbours_is_tried_on_whole_examples(
+    error: type[Exception],
+) -> None:
     torch.manual_seed(0)
     model = Placeholders(error)
     check_against_autograd(model, prompts(3))
     total = ClippedSum(model, 1.0)
     for size, length in ((1, 6), (5, 6), (8, 6), (8, 9)):
-        total.add_micro_batch(model, prompts(size, length=length), torch.zeros(size, dtype=torch.bool))
+        total.add_micro_batch(
+            model, prompts(size, length=length), torch.zeros(size, dtype=torch.bool)
+        )
     for mix in (centred, previous, lambda h: h + 1e-6 * h.mean()):
-        with pytest.raises(PrivacyConfigError, match=r"loss of an example changes|clipping rules do not see"):
+        with pytest.raises(
+            PrivacyConfigError, match=r"loss of an example changes|clipping rules do not see"
+        ):
             check_against_autograd(Placeholders(error, mix), prompts(3))
         with pytest.raises(PrivacyConfigError, match="in micro-batches of 9 examples"):
             require_apart(Placeholders(error, mix), prompts(3), 9)
@@ -849,7 +972,12 @@ class Shift(nn.Module):
 class Writing(nn.Module):
     def __init__(self, use: Callable[["Writing", Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.last, self.shift, self.use = nn.Linear(64, 64), nn.Linear(64, 64), Shift(), use
+        self.first, self.last, self.shift, self.use = (
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+            Shift(),
+            use,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (3 * self.use(self, x)).sum((1, 2))
@@ -871,22 +999,42 @@ def differentiates_in_a_hook(m: Writing, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("use", "mode", "line"),
     [
-        (lambda m, x: m.last(ReusesItsOutput.apply(m.first(x) * 0.1)), "bookkeeping", "writes in place"),
-        (lambda m, x: hooked_with(m.first(x) * 1, lambda g: g.clamp_(-1, 1)) + m.last(x), "bookkeeping", "in place"),
-        (lambda m, x: m.shift(hooked_with(m.first(x) * 1, lambda g: g.mul_(1e-3))), "bookkeeping", "writes in place"),
-        (lambda m, x: m.shift(hooked_with(m.first(x) * 1, lambda g: g.mul_(1e-3))), "two_pass", "writes in place"),
+        (
+            lambda m, x: m.last(ReusesItsOutput.apply(m.first(x) * 0.1)),
+            "bookkeeping",
+            "writes in place",
+        ),
+        (
+            lambda m, x: hooked_with(m.first(x) * 1, lambda g: g.clamp_(-1, 1)) + m.last(x),
+            "bookkeeping",
+            "in place",
+        ),
+        (
+            lambda m, x: m.shift(hooked_with(m.first(x) * 1, lambda g: g.mul_(1e-3))),
+            "bookkeeping",
+            "writes in place",
+        ),
+        (
+            lambda m, x: m.shift(hooked_with(m.first(x) * 1, lambda g: g.mul_(1e-3))),
+            "two_pass",
+            "writes in place",
+        ),
         (lambda m, x: ReusesItsOutput.apply(m.first(x) * 0.1), "two_pass", "the second time"),
         (lambda m, x: m.first(x.mul_(30)), "two_pass of two forwards", "writes in place"),
         (differentiates_in_a_hook, "bookkeeping", "more gradients"),
         (differentiates_in_a_hook, "two_pass", "more gradients|second time"),
     ],
 )
-def test_what_is_written_in_place_is_refused_before_a_sum_can_be_read(use: Any, mode: str, line: str) -> None:
+def test_what_is_written_in_place_is_refused_before_a_sum_can_be_read(
+    use: Any, mode: str, line: str
+) -> None:
     torch.manual_seed(0)
     model = Writing(use)
     two_forwards = mode.endswith("two forwards")  # as where weights are sharded or compiled
     clipped = ClippedSum(model, 1.0, mode=mode.split()[0], self_check=False)  # type: ignore[arg-type]
     clipped._keeps_graph &= not two_forwards
     with pytest.raises(PrivacyConfigError, match=line):  # noqa: PT012  # at the latest when the sum is read
-        clipped.add_micro_batch(model, {"x": torch.randn(4, 3, 64)}, torch.zeros(4, dtype=torch.bool))
+        clipped.add_micro_batch(
+            model, {"x": torch.randn(4, 3, 64)}, torch.zeros(4, dtype=torch.bool)
+        )
         list(clipped.sums())

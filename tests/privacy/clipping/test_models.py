@@ -24,7 +24,10 @@ Made = tuple[nn.Module, dict[str, Tensor]]
 
 def images() -> Tensor:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(B, 3, 16, 16, generator=generator) * torch.logspace(-1, 0.7, B)[:, None, None, None]
+    return (
+        torch.randn(B, 3, 16, 16, generator=generator)
+        * torch.logspace(-1, 0.7, B)[:, None, None, None]
+    )
 
 
 def captioner() -> Made:
@@ -39,7 +42,9 @@ def masked_autoencoder() -> Made:
 
 
 def classifier(trainable: str) -> Made:
-    model = tiny_classifier(trainable=trainable, features="pooled", label_smoothing=0.1, adapter_layers="all")
+    model = tiny_classifier(
+        trainable=trainable, features="pooled", label_smoothing=0.1, adapter_layers="all"
+    )
     return model, {"images_BCHW": images(), "labels_B": torch.arange(B) % K}
 
 
@@ -54,7 +59,9 @@ MODELS: dict[str, Callable[[], Made]] = {
 
 def cast(made: Made, dtype: torch.dtype) -> Made:
     model, inputs = made
-    return model.to(dtype), {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    return model.to(dtype), {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -75,7 +82,9 @@ def test_equals_the_loop_in_float64(name: str, mode: Mode) -> None:
 @pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "captioner"])
-def test_contract_4_one_image_moves_the_sum_by_at_most_c(name: str, dtype: torch.dtype, mode: Mode) -> None:
+def test_contract_4_one_image_moves_the_sum_by_at_most_c(
+    name: str, dtype: torch.dtype, mode: Mode
+) -> None:
     """The captioner: test_sensitivity.py, and every variant of it in tests/models/test_captioner_variants.py."""
     (model, base), moved = cast(MODELS[name](), dtype), 0
     for image in (1e4, -1e-4, float("nan"), float("inf"), 1000.0):

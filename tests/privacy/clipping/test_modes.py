@@ -24,7 +24,10 @@ def test_a_partly_unused_shared_layer_is_summed_in_both_modes() -> None:
         return shared(x).square().sum(1)
 
     inputs = {"x": torch.randn(3, 4, dtype=torch.float64)}
-    assert all(oracle.error(shared, inputs, task=task, mode=mode) < 1e-10 for mode in ("bookkeeping", "two_pass"))
+    assert all(
+        oracle.error(shared, inputs, task=task, mode=mode) < 1e-10
+        for mode in ("bookkeeping", "two_pass")
+    )
 
 
 @pytest.mark.parametrize("keeps_graph", [True, False])
@@ -54,11 +57,18 @@ def test_each_function_is_the_loop_and_keeps_the_sensitivity_it_reports(
     c = 0.3
     model, inputs = tiny(tied=False)
     expected = oracle.clipped_sum(model, model, inputs, c, function=function)
-    assert oracle.relative_error(oracle.summed(model, inputs, c, function=function, mode=mode), expected) < 1e-9
+    assert (
+        oracle.relative_error(
+            oracle.summed(model, inputs, c, function=function, mode=mode), expected
+        )
+        < 1e-9
+    )
     assert function(list(expected), c).sensitivity == pytest.approx(c)
     for i in range(7):
         one = {k: v[i : i + 1] for k, v in inputs.items()}
-        assert oracle.norm(oracle.summed(model, one, c, function=function, mode=mode)) <= c * (1 + SENSITIVITY_SLACK)
+        assert oracle.norm(oracle.summed(model, one, c, function=function, mode=mode)) <= c * (
+            1 + SENSITIVITY_SLACK
+        )
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])

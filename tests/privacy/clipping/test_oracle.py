@@ -42,7 +42,9 @@ class Tiny(nn.Module):
         return F.cross_entropy(logits.transpose(1, 2), tokens_BL[:, 1:], reduction="none").mean(1)
 
 
-def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tiny, dict[str, Tensor]]:
+def tiny(
+    seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64
+) -> tuple[Tiny, dict[str, Tensor]]:
     torch.manual_seed(seed)
     model = Tiny(tied=tied).to(dtype)
     inputs = {
@@ -55,7 +57,9 @@ def tiny(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float64
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("micro", [3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 7))])
+@pytest.mark.parametrize(
+    "micro", [3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 7))]
+)
 def test_float64_equals_the_loop(tied: bool, micro: int, mode: str) -> None:
     model, inputs = tiny(tied=tied)
     assert oracle.error(model, inputs, micro=micro, mode=mode) < 1e-9
@@ -87,6 +91,8 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     with pytest.raises(IndexError):
         total.add_micro_batch(
-            model, {**inputs, "tokens_BL": inputs["tokens_BL"] + 50}, torch.zeros(7, dtype=torch.bool)
+            model,
+            {**inputs, "tokens_BL": inputs["tokens_BL"] + 50},
+            torch.zeros(7, dtype=torch.bool),
         )
     assert "class_token" not in model.__dict__

@@ -37,7 +37,9 @@ def test_contract_6_norms_and_sums_are_fp32_and_the_model_keeps_its_setting(
         seen[where].add(torch.get_float32_matmul_precision())
 
     monkeypatch.setattr(NormTally, "add", lambda *args: (note("norms"), add(*args))[1])
-    monkeypatch.setattr(OuterProducts, "add_weighted", lambda *args: (note("sums"), add_weighted(*args))[1])
+    monkeypatch.setattr(
+        OuterProducts, "add_weighted", lambda *args: (note("sums"), add_weighted(*args))[1]
+    )
     model = nn.Linear(40, 50)
 
     def task(x: torch.Tensor) -> torch.Tensor:
@@ -110,9 +112,13 @@ class Emulated(TorchDispatchMode):
         if func not in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.addmm.default):
             return func(*args, **(kwargs or {}))
         *total, x, y = args
-        pairs = [(i + j, i, j) for i in range(len(self.pieces(x))) for j in range(len(self.pieces(y)))]
+        pairs = [
+            (i + j, i, j) for i in range(len(self.pieces(x))) for j in range(len(self.pieces(y)))
+        ]
         product = {aten.bmm.default: torch.bmm, aten.mv.default: torch.mv}.get(func, torch.mm)
-        found = [product(self.pieces(x)[i], self.pieces(y)[j]) for _, i, j in sorted(pairs)[: self.kept]]
+        found = [
+            product(self.pieces(x)[i], self.pieces(y)[j]) for _, i, j in sorted(pairs)[: self.kept]
+        ]
         return functools.reduce(torch.add, [*total, *found])
 
 
@@ -164,7 +170,10 @@ def test_products_that_are_exact_are_accepted_and_tried_once() -> None:
     [
         (NotImplementedError("Could not run 'aten::bmm.dtype'"), "falls back"),
         (TypeError("bmm() got an unexpected keyword argument 'out_dtype'"), "falls back"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx"), "falls back"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx"),
+            "falls back",
+        ),
         (torch.OutOfMemoryError("CUDA out of memory"), "raises"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "raises"),
     ],

@@ -24,7 +24,15 @@ from privacy.releases import SENSITIVITY_SLACK
 from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import neighbours, oracle
-from tests.privacy.clipping.neighbours import DTYPES, MODES, ByChunks, Convolved, Found, Product, watched
+from tests.privacy.clipping.neighbours import (
+    DTYPES,
+    MODES,
+    ByChunks,
+    Convolved,
+    Found,
+    Product,
+    watched,
+)
 
 CPU = torch.device("cpu")
 WIDTH = 160
@@ -49,7 +57,15 @@ def moved(case: Case, device: torch.device = CPU, accumulator: type = LocalSums)
     g_NT[: x - 1, 0], g_NT[x - 1, 0], g_NT[x, 0] = 1, 0.5, -1
     g_NT[x + 1 :] = -0.75 * 2.0 ** (case.k - 24)
     of = neighbours.Construction(
-        case.rule, "fp32", "bookkeeping", "flat", case.tokens, case.micro_batches, x, case.after, bound=1.0
+        case.rule,
+        "fp32",
+        "bookkeeping",
+        "flat",
+        case.tokens,
+        case.micro_batches,
+        x,
+        case.after,
+        bound=1.0,
     )
     size = float(neighbours.sizes_of(of, values, device, accumulator)[0, -1])  # of the whole vector
     assert size > 0.9
@@ -73,10 +89,15 @@ CASES = [
     Case("ghost", 64, (8,), 8, 254),
     Case("written_out", 197, (16,), 7, 126),
 ]
-TRIED = [pytest.param(c, marks=pytest.mark.full if i in (2, 4, 6, 7, 9, 11) else ()) for i, c in enumerate(CASES)]
+TRIED = [
+    pytest.param(c, marks=pytest.mark.full if i in (2, 4, 6, 7, 9, 11) else ())
+    for i, c in enumerate(CASES)
+]
 
 
-@pytest.mark.parametrize("case", TRIED, ids=lambda case: f"{case.rule}-{case.tokens}-{case.micro_batches[:6]}")
+@pytest.mark.parametrize(
+    "case", TRIED, ids=lambda case: f"{case.rule}-{case.tokens}-{case.micro_batches[:6]}"
+)
 def test_contract_4_one_example_does_not_change_how_others_round(case: Case) -> None:
     assert moved(case) <= 1 + SENSITIVITY_SLACK
 
@@ -100,7 +121,9 @@ def test_contract_4_calls_of_others_that_cancel_change_no_rounding_of_x(cancelli
     An ordinary x decides on which side of a power of two both sums lie, so that all that follows counts in full or not at all.
     """
     last_place, count, model = 2.0**-24, 45, TwoCalls()
-    number = 1 / (15.9 * cancelling)  # that x adds; C is the length of as many numbers as the weight has
+    number = 1 / (
+        15.9 * cancelling
+    )  # that x adds; C is the length of as many numbers as the weight has
     v = torch.zeros(count, 2, dtype=torch.float64)
     v[:cancelling] = torch.tensor([1.0, -1.0]) / cancelling
     v[cancelling - 1] += 64 * last_place
@@ -132,7 +155,9 @@ def draw_of(count: int) -> neighbours.Draw:
 @pytest.mark.parametrize("search", ["sums", "climb"])
 def test_contract_4_neighbours_drawn_at_random(search: str, count: int) -> None:
     """x zeroed in its place, and x left out with the rows behind it closed up; see neighbours.py."""
-    require_small(list(getattr(neighbours, search)(CPU, f"{count}", count, draw=draw_of(count))), count)
+    require_small(
+        list(getattr(neighbours, search)(CPU, f"{count}", count, draw=draw_of(count))), count
+    )
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=FULL)])
@@ -142,7 +167,9 @@ def test_contract_4_neighbours_of_models_of_several_parameters(count: int) -> No
 
 def test_a_pair_that_is_printed_can_be_typed_again() -> None:
     for found in neighbours.several(CPU, "typed", 6):
-        again = eval(found.numbers, {"CPU": CPU, "Pair": neighbours.Pair, "size_of": neighbours.size_of})
+        again = eval(
+            found.numbers, {"CPU": CPU, "Pair": neighbours.Pair, "size_of": neighbours.size_of}
+        )
         assert again == found.size
     values = torch.tensor([[1.0, 0.1]] * 3 + [[-(2.0**-24), 0.0]], dtype=torch.float64)
     assert eval(neighbours.in_runs(values)) == values.tolist()
@@ -163,35 +190,51 @@ def rank_sharded(device: torch.device, count: int) -> list[Any]:
     cases = [case for case in CASES if case.micro_batches != ALONE][:: 3 if count == QUICK else 1]
     return [
         [moved(case, accumulator=ShardedSums) for case in cases],
-        *(list(search(device, f"sharded {count}", count, ShardedSums, draw_of(count))) for search in searches),
+        *(
+            list(search(device, f"sharded {count}", count, ShardedSums, draw_of(count)))
+            for search in searches
+        ),
     ]
 
 
 @pytest.mark.parametrize("kind", neighbours.CUDA_PRODUCTS)
 @pytest.mark.parametrize("count", [100, pytest.param(5_000, marks=FULL)])
 @pytest.mark.parametrize("search", [pytest.param("sums", marks=pytest.mark.full), "climb"])
-def test_contract_4_neighbours_of_products_that_are_added_up_as_on_cuda(search: str, count: int, kind: str) -> None:
+def test_contract_4_neighbours_of_products_that_are_added_up_as_on_cuda(
+    search: str, count: int, kind: str
+) -> None:
     """Emulated: about once an example is not what these kernels round."""
     with neighbours.cuda_products(kind) as draw:
-        require_small(list(getattr(neighbours, search)(CPU, f"cuda {count}", count, draw=draw)), count)
+        require_small(
+            list(getattr(neighbours, search)(CPU, f"cuda {count}", count, draw=draw)), count
+        )
 
 
 def require_small(found: list[neighbours.Found], count: int) -> None:
     assert sum(one.pairs for one in found) >= count
     worst = max(found, key=lambda one: one.size)
-    assert 0.999 <= worst.size <= 1 + SENSITIVITY_SLACK, f"{worst.size} C: {worst.construction}; {worst.numbers}"
+    assert 0.999 <= worst.size <= 1 + SENSITIVITY_SLACK, (
+        f"{worst.size} C: {worst.construction}; {worst.numbers}"
+    )
 
 
 @pytest.mark.parametrize("tokens", [3, 8, 16, 32, 64])
 @pytest.mark.parametrize("count", [4, 16, 64])
-def test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away(tokens: int, count: int) -> None:
+def test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away(
+    tokens: int, count: int
+) -> None:
     """Examples of +M, many of -3/4 of the last place below M, -M: their own sum is nothing, but x decides how it rounds."""
     for magnitude in (4.0, 16.0, 64.0, 128.0):
         model = Product(nn.Linear(WIDTH, WIDTH, bias=False))
         clipped = ClippedSum(model, 1.0, self_check=False)
         w_BTp = torch.zeros(count, tokens, WIDTH)
         w_BTp[2:, :, 0] = -0.75 * magnitude * 2.0**-24
-        w_BTp[0, 0, 0], w_BTp[1, 0, 0], w_BTp[2:, 0, 0], w_BTp[2:, -1, 0] = 0.5, -1, magnitude, -magnitude
+        w_BTp[0, 0, 0], w_BTp[1, 0, 0], w_BTp[2:, 0, 0], w_BTp[2:, -1, 0] = (
+            0.5,
+            -1,
+            magnitude,
+            -magnitude,
+        )
         inputs = {"x": torch.eye(WIDTH)[0].expand(count, tokens, -1).clone(), "w": w_BTp}
         sums = []
         for is_out in (False, True):
@@ -204,16 +247,22 @@ def test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away(tokens: in
 
 @pytest.mark.parametrize("mode", neighbours.MODES)
 @pytest.mark.parametrize("sizes", [(100, 256, 1), pytest.param((3,), marks=pytest.mark.full)])
-def test_contract_4_products_of_one_row_are_not_added_up_token_by_token(mode: str, sizes: tuple[int, ...]) -> None:
+def test_contract_4_products_of_one_row_are_not_added_up_token_by_token(
+    mode: str, sizes: tuple[int, ...]
+) -> None:
     """Kernels without blocks round at every token: in sums of 64 examples of 512 tokens one moved 1.0017 C."""
-    of = neighbours.Construction("chunked", "fp32", mode, "flat", 512, sizes, before=8, after=7, bound=None)
+    of = neighbours.Construction(
+        "chunked", "fp32", mode, "flat", 512, sizes, before=8, after=7, bound=None
+    )
     values = neighbours.draw_values(of, random.Random(0))
     assert float(neighbours.sizes_of(of, values, CPU).max()) <= 1 + SENSITIVITY_SLACK / 4
 
 
 @pytest.mark.parametrize("rule", sorted(set(neighbours.RULES)))
 @pytest.mark.parametrize("mode", neighbours.MODES)
-def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(rule: str, mode: Mode) -> None:
+def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(
+    rule: str, mode: Mode
+) -> None:
     """So an example that is not drawn leaves the sum that it leaves with zeros in its place (privacy/sampling/rows.py)."""
     generator = torch.Generator().manual_seed(0)
     model, inputs_of, lanes_of = neighbours.build(rule, 5)
@@ -222,7 +271,11 @@ def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(rule:
     found = []
     for content in (0.0, 1.0, 1e38, torch.nan, torch.inf):
         clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)
-        there = torch.where(is_empty[:, None, None], torch.randn(values.shape, generator=generator) * content, values)
+        there = torch.where(
+            is_empty[:, None, None],
+            torch.randn(values.shape, generator=generator) * content,
+            values,
+        )
         for rows in (slice(0, 7), slice(7, 70)):
             x, w = inputs_of(there[rows])
             clipped.add_micro_batch(model, {"x": x, "w": w}, is_empty[rows])
@@ -245,7 +298,10 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         ids = torch.arange(x.shape[1], device=x.device).expand(len(x), -1) % 3
-        by_head, by_table = self.head(x) * w, self.embedding(ids) * x * w.amax((1, 2))[:, None, None]
+        by_head, by_table = (
+            self.head(x) * w,
+            self.embedding(ids) * x * w.amax((1, 2))[:, None, None],
+        )
         return by_head.flatten(1).sum(1) + by_table.flatten(1).sum(1)
 
 
@@ -288,24 +344,38 @@ def norms(device: torch.device, seed: str, num_pairs: int, examples: int = 64) -
         width, make = MODELS[name]
         model = make(width).to(device, DTYPES[dtype])
         bound, tokens = 10.0 ** rng.uniform(-6, 1), rng.choice([1, 2, 3, 7, 24])
-        x, w = (t.to(device) for t in draw_magnitudes(rng, (examples, tokens, width), bound, DTYPES[dtype]))
+        x, w = (
+            t.to(device)
+            for t in draw_magnitudes(rng, (examples, tokens, width), bound, DTYPES[dtype])
+        )
         mode, function = rng.choice(MODES), rng.choice(["flat", "automatic", "per_layer"])
         seen: list[Tensor] = []
-        clipped = ClippedSum(model, bound, mode=mode, function=watched(function, seen), self_check=False)  # type: ignore[arg-type]
+        clipped = ClippedSum(
+            model, bound, mode=mode, function=watched(function, seen), self_check=False
+        )  # type: ignore[arg-type]
         padding = torch.zeros(examples, dtype=torch.bool, device=device)
         clipped.add_micro_batch(model, {"x": x, "w": w}, padding)
         with torch.no_grad():
             is_finite = model(x, w).isfinite().cpu()
         weight = torch.where(is_finite, seen[-1], 0)
         sizes = torch.where(weight > 0, weight * exact_norms(make(width), model, x, w), 0) / bound
-        if name == "layer_norm":  # the model itself rounds, and where squares overflow loses, what is normalised
+        if (
+            name == "layer_norm"
+        ):  # the model itself rounds, and where squares overflow loses, what is normalised
             sizes *= 0.5
         if dtype == "bf16" and name in ("tied", "chunked"):
             sizes *= 1 - 2.0**-7  # the model itself rounds these output gradients
         worst = int(sizes.argmax())
         clipped.zero_()
-        clipped.add_micro_batch(model, {"x": x, "w": w}, torch.arange(examples, device=device) != worst)
-        alone = math.sqrt(sum(float(total.detach().double().square().sum()) for _, total in clipped.sums())) / bound
+        clipped.add_micro_batch(
+            model, {"x": x, "w": w}, torch.arange(examples, device=device) != worst
+        )
+        alone = (
+            math.sqrt(
+                sum(float(total.detach().double().square().sum()) for _, total in clipped.sums())
+            )
+            / bound
+        )
         clipped.detach()
         num_pairs -= examples + 1
         yield Found(
@@ -326,14 +396,18 @@ def draw_magnitudes(
     for _ in range(shape[0]):
         large, small, free = rng.uniform(16, 19), rng.uniform(-24, -19), rng.uniform(-38, 38)
         near = min(38, max(-38, math.log10(bound) - free + rng.uniform(-4, 3)))
-        exponents.append(rng.choice([(large, small), (small, large), (free, rng.uniform(-38, 38)), (free, near)]))
+        exponents.append(
+            rng.choice([(large, small), (small, large), (free, rng.uniform(-38, 38)), (free, near)])
+        )
         spreads.append(rng.choice([0, 0, 0.5, 3]))
         signs.append(rng.random() < 0.4)
     spread = torch.tensor(spreads, dtype=torch.float64)[:, None, None]
     found = []
     for column in torch.tensor(exponents, dtype=torch.float64).unbind(1):
         noise = torch.randn(shape, generator=generator, dtype=torch.float64) * spread
-        sign = torch.where(torch.tensor(signs)[:, None, None], torch.randn(shape, generator=generator).sign(), 1)
+        sign = torch.where(
+            torch.tensor(signs)[:, None, None], torch.randn(shape, generator=generator).sign(), 1
+        )
         found.append((sign * (10.0 ** (column[:, None, None] + noise)).clamp(max=3e38)).to(dtype))
     return found[0], found[1]
 
@@ -341,8 +415,12 @@ def draw_magnitudes(
 def exact_norms(double: nn.Module, model: nn.Module, x: Tensor, w: Tensor) -> Tensor:
     """(B,) gradient norms of the model in float64 on the CPU."""
     double = double.double()
-    double.load_state_dict({name: value.double().cpu() for name, value in model.state_dict().items()})
-    gradients = oracle.per_example_gradients(double, double, {"x": x.double().cpu(), "w": w.double().cpu()})
+    double.load_state_dict(
+        {name: value.double().cpu() for name, value in model.state_dict().items()}
+    )
+    gradients = oracle.per_example_gradients(
+        double, double, {"x": x.double().cpu(), "w": w.double().cpu()}
+    )
     return torch.tensor([oracle.norm(one) for one in gradients], dtype=torch.float64)
 
 
@@ -359,6 +437,10 @@ def test_contract_4_squares_neither_underflow_nor_overflow_at_the_ends_of_c(boun
     for scale in (0.5, 1.0, 2.0, 1e3):
         clipped = ClippedSum(layer, bound, self_check=False)
         x_BD = torch.full((1, 1000), bound * scale / 1000)
-        clipped.add_micro_batch(lambda x: layer(x).sum(dim=1), {"x": x_BD}, torch.zeros(1, dtype=torch.bool))
+        clipped.add_micro_batch(
+            lambda x: layer(x).sum(dim=1), {"x": x_BD}, torch.zeros(1, dtype=torch.bool)
+        )
         clipped.detach()
-        assert float(oracle.norm(dict(clipped.sums()))) / bound == pytest.approx(min(scale, 1), rel=SENSITIVITY_SLACK)
+        assert float(oracle.norm(dict(clipped.sums()))) / bound == pytest.approx(
+            min(scale, 1), rel=SENSITIVITY_SLACK
+        )

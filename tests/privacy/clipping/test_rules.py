@@ -40,21 +40,49 @@ LAYERS: list[tuple[str, Make, Callable[[], Tensor]]] = [
     ("wide_linear", lambda: nn.Linear(40, 50), reals(3, 40)),
     ("conv1d", lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, dilation=2), reals(3, 9)),
     ("conv1d_same", lambda: nn.Conv1d(3, 4, 4, padding="same"), reals(3, 9)),
-    ("conv2d", lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)), reals(3, 7, 6)),
+    (
+        "conv2d",
+        lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
+        reals(3, 7, 6),
+    ),
     ("patches", lambda: nn.Conv2d(3, 8, 4, stride=4), reals(3, 9, 9)),
     ("conv2d_grouped", lambda: nn.Conv2d(4, 6, 3, groups=2, padding="same"), reals(4, 5, 5)),
     ("conv2d_depthwise", lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), reals(4, 5, 5)),
-    ("conv2d_reflect", lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"), reals(2, 5, 5)),
-    ("conv2d_circular", lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), reals(2, 5, 5)),
-    ("conv3d", lambda: nn.Conv3d(2, 3, (2, 2, 3), stride=(2, 1, 1), padding=(0, 1, 0)), reals(2, 4, 3, 4)),
-    ("transposed_conv1d", lambda: nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1, output_padding=1), reals(3, B)),
-    ("transposed_conv2d", lambda: nn.ConvTranspose2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2)), reals(3, 4, B)),
+    (
+        "conv2d_reflect",
+        lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"),
+        reals(2, 5, 5),
+    ),
+    (
+        "conv2d_circular",
+        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        reals(2, 5, 5),
+    ),
+    (
+        "conv3d",
+        lambda: nn.Conv3d(2, 3, (2, 2, 3), stride=(2, 1, 1), padding=(0, 1, 0)),
+        reals(2, 4, 3, 4),
+    ),
+    (
+        "transposed_conv1d",
+        lambda: nn.ConvTranspose1d(3, 4, 3, stride=2, padding=1, output_padding=1),
+        reals(3, B),
+    ),
+    (
+        "transposed_conv2d",
+        lambda: nn.ConvTranspose2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2)),
+        reals(3, 4, B),
+    ),
     (
         "transposed_conv2d_grouped",
         lambda: nn.ConvTranspose2d(4, 6, 3, padding=(2, 1), dilation=3, output_padding=2, groups=2),
         reals(4, 3, 4),
     ),
-    ("transposed_conv3d", lambda: nn.ConvTranspose3d(2, 3, (2, 2, 3), padding=(1, 0, 1)), reals(2, 4, 3, 4)),
+    (
+        "transposed_conv3d",
+        lambda: nn.ConvTranspose3d(2, 3, (2, 2, 3), padding=(1, 0, 1)),
+        reals(2, 4, 3, 4),
+    ),
     ("prelu", lambda: nn.PReLU(), reals(B, 4)),
     ("prelu_channels", lambda: nn.PReLU(4), reals(4, B)),
     ("layer_norm", lambda: nn.LayerNorm(4), reals(B, 4)),
@@ -102,13 +130,17 @@ def case(make: Make, x: Callable[[], Tensor], seed: int = 0) -> tuple[nn.Module,
 
 @pytest.mark.parametrize("micro", [None, pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(("name", "make", "x"), LAYERS, ids=IDS)
-def test_float64_equals_the_loop(name: str, make: Make, x: Callable[[], Tensor], micro: int | None) -> None:
+def test_float64_equals_the_loop(
+    name: str, make: Make, x: Callable[[], Tensor], micro: int | None
+) -> None:
     model, inputs = case(make, x)
     assert oracle.error(model, inputs, micro=micro) <= 1e-9
 
 
 @pytest.mark.parametrize(("name", "make", "x"), LAYERS, ids=IDS)
-def test_no_rule_reads_the_values_of_parameters(name: str, make: Make, x: Callable[[], Tensor]) -> None:
+def test_no_rule_reads_the_values_of_parameters(
+    name: str, make: Make, x: Callable[[], Tensor]
+) -> None:
     """A sharded engine has taken them away by then."""
     model, inputs = case(make, x)
     g = torch.randn_like(model.layer(inputs["x"]))
@@ -117,13 +149,22 @@ def test_no_rule_reads_the_values_of_parameters(name: str, make: Make, x: Callab
         for p in model.layer.parameters():
             nn.init.constant_(p, value)
         contributions = RULES[type(model.layer)](model.layer, inputs["x"], g)
-        found.append([x for one in contributions.values() for x in vars(one).values() if isinstance(x, Tensor)])
+        found.append(
+            [
+                x
+                for one in contributions.values()
+                for x in vars(one).values()
+                if isinstance(x, Tensor)
+            ]
+        )
     assert found[0] and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize(("name", "make", "x"), LAYERS, ids=IDS)
-def test_one_of_weight_and_bias_may_be_frozen(name: str, make: Make, x: Callable[[], Tensor], frozen: str) -> None:
+def test_one_of_weight_and_bias_may_be_frozen(
+    name: str, make: Make, x: Callable[[], Tensor], frozen: str
+) -> None:
     model, inputs = case(make, x)
     if getattr(model.layer, "bias", None) is None:
         pytest.skip("no bias")
@@ -187,7 +228,9 @@ def test_contract_3_refused_before_training_with_a_way_out(layer: nn.Module, wor
 
 
 def test_frozen_layers_of_any_kind_are_no_obstacle() -> None:
-    frozen = nn.Sequential(nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4), nn.Bilinear(4, 4, 4)).requires_grad_(False)
+    frozen = nn.Sequential(
+        nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4), nn.Bilinear(4, 4, 4)
+    ).requires_grad_(False)
     ClippedSum(nn.ModuleList([frozen.eval(), nn.Linear(4, 4)]), 1.0, self_check=False)
 
 
@@ -203,13 +246,19 @@ def test_contract_13_dropout_counts_when_it_is_active() -> None:
 
 @pytest.mark.parametrize(
     ("layer", "x"),
-    [(nn.Linear(3, 3), torch.randn(3)), (nn.LayerNorm(3), torch.randn(3)), (nn.Conv1d(3, 3, 1), torch.randn(3, 4))],
+    [
+        (nn.Linear(3, 3), torch.randn(3)),
+        (nn.LayerNorm(3), torch.randn(3)),
+        (nn.Conv1d(3, 3, 1), torch.randn(3, 4)),
+    ],
 )
 def test_an_input_without_a_batch_dimension_is_refused(layer: nn.Module, x: Tensor) -> None:
     """B = 3 as well, so that the sizes alone look right."""
     total = ClippedSum(layer, 1.0, self_check=False)
     with pytest.raises(PrivacyConfigError, match="batch dimension"):
-        total.add_micro_batch(lambda x: layer(x).reshape(3, -1).sum(1), {"x": x}, torch.zeros(3, dtype=torch.bool))
+        total.add_micro_batch(
+            lambda x: layer(x).reshape(3, -1).sum(1), {"x": x}, torch.zeros(3, dtype=torch.bool)
+        )
 
 
 def test_contract_3_a_parameter_that_its_layers_rule_does_not_know_is_refused() -> None:

@@ -53,7 +53,9 @@ def add(total: ClippedSum, task: Callable[..., Tensor], **inputs: Tensor) -> Non
 def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
     model, x = Net(), torch.randn(3, 4)
     total = ClippedSum(model, 1.0)
-    with pytest.raises(PrivacyConfigError, match=r"Net has not passed the self-check: .*check_against_autograd"):
+    with pytest.raises(
+        PrivacyConfigError, match=r"Net has not passed the self-check: .*check_against_autograd"
+    ):
         add(total, model, x=x)
     assert all(not value.any() for _, value in total.sums())
     check_against_autograd(model, made_up())
@@ -93,7 +95,12 @@ class Words(nn.Module):
         super().__init__()
         self.table, self.positions = nn.Embedding(9, 4), nn.Embedding(3, 4).requires_grad_(False)
         self.drop, self.norm, self.last = nn.Dropout(0.0), nn.LayerNorm(4), nn.Linear(4, 3)
-        self.config, self.calls, self.cache, self.seen = SimpleNamespace(calls=0), 0, {}, deque[int](maxlen=1)  # type: ignore[var-annotated]
+        self.config, self.calls, self.cache, self.seen = (
+            SimpleNamespace(calls=0),
+            0,
+            {},
+            deque[int](maxlen=1),
+        )  # type: ignore[var-annotated]
 
     def forward(self, ids: Tensor) -> Tensor:
         self.calls, self.config.calls = self.calls + 1, self.config.calls + 1
@@ -142,7 +149,9 @@ CHANGES: list[tuple[Callable[[Any], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "line"), CHANGES)
-def test_the_model_must_be_what_it_was_when_it_passed(change: Callable[[Any], object], line: str) -> None:
+def test_the_model_must_be_what_it_was_when_it_passed(
+    change: Callable[[Any], object], line: str
+) -> None:
     model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
     check_against_autograd(model, {"ids": ids})
     assert model.calls == 0 and not model.cache
@@ -217,12 +226,20 @@ class Switched(nn.Module):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("k", 0.0), ("k", 0.5)), ((), ("k", 0.5)), (("k", None), ("k", 0.5)), (("k", math.nan), ("k", 0.5)), ((), ("_k", "on")),
-        (("k", 1), ("k", True)), (("k", np.float64(0)), ("k", np.float64(0.5))), (("k", Strength.NONE), ("k", Strength.SOME)),
+        (("k", 0.0), ("k", 0.5)),
+        ((), ("k", 0.5)),
+        (("k", None), ("k", 0.5)),
+        (("k", math.nan), ("k", 0.5)),
+        ((), ("_k", "on")),
+        (("k", 1), ("k", True)),
+        (("k", np.float64(0)), ("k", np.float64(0.5))),
+        (("k", Strength.NONE), ("k", Strength.SOME)),
         (("k", 0.0), ("k", torch.tensor(0.5))),
     ],
-)  # fmt: skip
-def test_a_number_or_word_by_which_examples_meet_is_found(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+)
+def test_a_number_or_word_by_which_examples_meet_is_found(
+    before: tuple[Any, ...], after: tuple[Any, ...]
+) -> None:
     """Also where the class alone has it, or its type alone changes; and where it passes through a tensor without effect."""
     model, x = Switched(*before), torch.randn(3, 4)
     check_against_autograd(model, {"x": x})
@@ -236,7 +253,9 @@ def test_a_number_or_word_by_which_examples_meet_is_found(before: tuple[Any, ...
         add(total, model, x=x)
 
 
-@pytest.mark.parametrize("change", ["global hook", "hook at a reused address", "mode of the task", "child named task"])
+@pytest.mark.parametrize(
+    "change", ["global hook", "hook at a reused address", "mode of the task", "child named task"]
+)
 def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
     model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
     model.add_module("task", nn.Identity())
@@ -261,7 +280,11 @@ def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda m: m.a.bias.requires_grad_(False), lambda m: m.double(), lambda m: setattr(m, "a", nn.Linear(4, 5))],
+    [
+        lambda m: m.a.bias.requires_grad_(False),
+        lambda m: m.double(),
+        lambda m: setattr(m, "a", nn.Linear(4, 5)),
+    ],
 )
 def test_a_sum_is_for_the_parameters_that_it_was_made_for(change: Callable[[Any], object]) -> None:
     model = Net()
@@ -281,7 +304,8 @@ def test_the_check_leaves_everything_as_it_was() -> None:
     x = inputs["x"].clone()
     check_against_autograd(model, inputs)
     assert all(
-        torch.equal(value.nan_to_num(7), state[name].nan_to_num(7)) for name, value in model.state_dict().items()
+        torch.equal(value.nan_to_num(7), state[name].nan_to_num(7))
+        for name, value in model.state_dict().items()
     )
     assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
     assert torch.equal(inputs["x"], x) and all(p.grad is None for p in model.parameters())
@@ -302,15 +326,30 @@ def ignores_scale(model: Net) -> Callable[..., Tensor]:
         ({"x": torch.ones(3, 4)}, None, "examples 0 and 1 are equal"),
         (made_up(1), None, "two or more"),
         ({**made_up(2), "other": torch.zeros(3)}, None, "the same number"),
-        ({"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])}, None, "one finite number"),
+        (
+            {"x": torch.eye(4)[:2] * 0 + torch.tensor([[0.0], [float("nan")]])},
+            None,
+            "one finite number",
+        ),
         (made_up(), ignores_scale, "gives scale a gradient"),
-        (made_up(), lambda model: lambda x: model(x) * 0, r"gives scale, a\.weight, a\.bias, .* a gradient"),
+        (
+            made_up(),
+            lambda model: lambda x: model(x) * 0,
+            r"gives scale, a\.weight, a\.bias, .* a gradient",
+        ),
         (made_up(), lambda model: lambda x: model(x).detach(), "was it detached"),
-        (made_up(), lambda model: lambda x: model(x).mean(), 'reduction="none"|one loss per example'),
+        (
+            made_up(),
+            lambda model: lambda x: model(x).mean(),
+            'reduction="none"|one loss per example',
+        ),
     ],
 )
 def test_what_the_check_cannot_exercise_is_refused_by_name(
-    inputs: dict[str, Tensor], task: Callable[[Net], Callable[..., Tensor]] | None, line: str, dtype: torch.dtype
+    inputs: dict[str, Tensor],
+    task: Callable[[Net], Callable[..., Tensor]] | None,
+    line: str,
+    dtype: torch.dtype,
 ) -> None:
     model = Net().to(dtype)
     inputs = {name: x.to(dtype) for name, x in inputs.items()}
@@ -340,11 +379,27 @@ def in_autocast(model: nn.Module) -> Callable[..., Tensor]:
     ("factor", "size", "dtype", "task", "wrong"),
     [
         # The layer scale of ConvNeXt starts at 1e-6: a wrong gradient behind it would be lost in the rounding.
-        *((factor, 1.0, dtype, None, 1.0) for factor in (0.0, 1e-7, 1e-4) for dtype in (torch.float32, torch.float64)),
-        (1.0, 1e-3, torch.float32, None, 0.05),  # a layer whose gradient is a thousandth of the largest one
+        *(
+            (factor, 1.0, dtype, None, 1.0)
+            for factor in (0.0, 1e-7, 1e-4)
+            for dtype in (torch.float32, torch.float64)
+        ),
+        (
+            1.0,
+            1e-3,
+            torch.float32,
+            None,
+            0.05,
+        ),  # a layer whose gradient is a thousandth of the largest one
         (1.0, 1.0, torch.bfloat16, None, 1e-6),  # half precision is checked in double precision
         (1.0, 1.0, torch.bfloat16, in_autocast, 1e-6),
-        (1.0, 1.0, torch.float32, lambda model: lambda x: model(x.float()), 1.0),  # one that runs in float32 alone
+        (
+            1.0,
+            1.0,
+            torch.float32,
+            lambda model: lambda x: model(x.float()),
+            1.0,
+        ),  # one that runs in float32 alone
     ],
 )
 def test_a_wrong_part_is_found_however_small_and_in_every_precision(
@@ -354,7 +409,10 @@ def test_a_wrong_part_is_found_however_small_and_in_every_precision(
     inputs = {"x": (made_up()["x"] * size).to(dtype)}
     right = Net(factor).to(dtype)
     check_against_autograd(right, inputs, task and task(right))
-    assert all(p.dtype == dtype for p in right.parameters()) and torch.get_default_dtype() == torch.float32
+    assert (
+        all(p.dtype == dtype for p in right.parameters())
+        and torch.get_default_dtype() == torch.float32
+    )
     broken_one = Net(factor, wrong).to(dtype)
     with pytest.raises(PrivacyConfigError, match=r"gradient of a\.(weight|bias)"):
         check_against_autograd(broken_one, inputs, task and task(broken_one), fallback=False)
@@ -363,14 +421,19 @@ def test_a_wrong_part_is_found_however_small_and_in_every_precision(
 def test_half_precision_that_cannot_be_widened_is_refused() -> None:
     model = Net().bfloat16()
     with pytest.raises(PrivacyConfigError, match="before it is cast"):
-        check_against_autograd(model, {"x": made_up()["x"].bfloat16()}, lambda x: model(x.bfloat16()))
+        check_against_autograd(
+            model, {"x": made_up()["x"].bfloat16()}, lambda x: model(x.bfloat16())
+        )
 
 
 @pytest.mark.parametrize("factor", [1e25, 1e160, 1e-60])
 def test_gradients_that_overflow_or_underflow_cannot_be_compared(factor: float) -> None:
     """In float32 all are infinite or zero; at 1e160 the norms overflow in float64 too."""
     for model in (Net(), Net(wrong=1.0)):
-        with pytest.raises(PrivacyConfigError, match=r"nothing can be compared: scale the loss|gradient of a\.weight"):
+        with pytest.raises(
+            PrivacyConfigError,
+            match=r"nothing can be compared: scale the loss|gradient of a\.weight",
+        ):
             check_against_autograd(model, made_up(), lambda x, net=model: net(x) * factor)
 
 
@@ -416,7 +479,9 @@ def swapped(count: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_a_broken_rule_is_found(count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_is_found(
+    count: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model, inputs = Net().to(dtype), {name: x.to(dtype) for name, x in made_up(count).items()}
     monkeypatch.setitem(RULES, nn.Linear, broken(lambda x, g: (x, g)))
@@ -457,7 +522,10 @@ class Tokens(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.table, self.norm = nn.Embedding(50, 40), nn.LayerNorm(40)
-        self.inner, self.last = nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 40)), nn.Linear(40, 36)
+        self.inner, self.last = (
+            nn.Sequential(nn.Linear(40, 48), nn.GELU(), nn.Linear(48, 40)),
+            nn.Linear(40, 36),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.table(ids)
@@ -483,16 +551,22 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("size", [70, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2, 200))])
+@pytest.mark.parametrize(
+    "size", [70, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 2, 200))]
+)
 def test_a_right_model_passes_at_the_size_of_the_run(run: str, size: int) -> None:
     check_at_size(inputs={"ids": IDS}, size=size, **RUNS[run]())
 
 
-def weights(change: Callable[[OuterProducts, Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+def weights(
+    change: Callable[[OuterProducts, Tensor], Tensor],
+) -> Callable[[pytest.MonkeyPatch], None]:
     """Contributions count with other weights than those of their norms."""
     add = OuterProducts.add_weighted
     return lambda patch: patch.setattr(
-        OuterProducts, "add_weighted", lambda self, weight_B, slot: add(self, change(self, weight_B), slot)
+        OuterProducts,
+        "add_weighted",
+        lambda self, weight_B, slot: add(self, change(self, weight_B), slot),
     )
 
 
@@ -509,7 +583,9 @@ def rounded_in_bf16(part: OuterProducts, weight_B: Tensor) -> Tensor:
 def late_norms(patch: pytest.MonkeyPatch) -> None:
     """Rows beyond 64 are not clipped as their norms ask."""
     norm = NormTally.safe_norm
-    patch.setattr(NormTally, "safe_norm", lambda self: torch.cat([norm(self)[:64], 0.5 * norm(self)[64:]]))
+    patch.setattr(
+        NormTally, "safe_norm", lambda self: torch.cat([norm(self)[:64], 0.5 * norm(self)[64:]])
+    )
 
 
 def second_sum_alone(patch: pytest.MonkeyPatch) -> None:
@@ -522,7 +598,9 @@ def second_sum_alone(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def later_micro_batches(change: Callable[[accumulators.Total], object]) -> Callable[[pytest.MonkeyPatch], None]:
+def later_micro_batches(
+    change: Callable[[accumulators.Total], object],
+) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         add, seen = accumulators.Total.add, list[accumulators.Total]()
 
@@ -541,9 +619,12 @@ def under_a_compiler(patch: pytest.MonkeyPatch) -> None:
     """A tap in a compiled block reports half of the gradient."""
     call = recorder.Call
     patch.setattr(
-        recorder, "Call",
-        lambda claim, name, x, g, *kept, **how: call(claim, name, x, g / 2 if how.get("is_borrowed") else g, *kept, **how),
-    )  # fmt: skip
+        recorder,
+        "Call",
+        lambda claim, name, x, g, *kept, **how: call(
+            claim, name, x, g / 2 if how.get("is_borrowed") else g, *kept, **how
+        ),
+    )
 
 
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
@@ -552,8 +633,14 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "factors beyond 64 are those of other rows": (late_rows(lambda w_B: w_B.flip(0)), "fp32"),
     "norms beyond 64": (late_norms, "fp32"),
     "the second fp32 sum is lost": (second_sum_alone, "fp32"),
-    "a second micro-batch replaces the first": (later_micro_batches(lambda t: t.low.zero_()), "fp32"),
-    "a second micro-batch doubles the first": (later_micro_batches(lambda t: t.low.mul_(2)), "two_pass"),
+    "a second micro-batch replaces the first": (
+        later_micro_batches(lambda t: t.low.zero_()),
+        "fp32",
+    ),
+    "a second micro-batch doubles the first": (
+        later_micro_batches(lambda t: t.low.mul_(2)),
+        "two_pass",
+    ),
     "in bf16": (weights(rounded_in_bf16), "bf16"),
     "under a compiler": (under_a_compiler, "compiled"),
     "under a compiler in bf16": (under_a_compiler, "compiled bf16"),
@@ -561,21 +648,31 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_mistake_that_small_batches_do_not_have_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_that_small_batches_do_not_have_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant, run = PLANTED[name]
     plant(monkeypatch)
     settings = RUNS[run]()
     check_against_autograd(Tokens(), {"ids": IDS[:2]})
-    with pytest.raises(PrivacyConfigError, match=r"in micro-batches of 70 examples, in the precision of the run"):
+    with pytest.raises(
+        PrivacyConfigError, match=r"in micro-batches of 70 examples, in the precision of the run"
+    ):
         check_at_size(inputs={"ids": IDS}, size=70, **settings)
 
 
 @pytest.mark.parametrize("together", [1, 6, 100])
-def test_a_large_model_is_checked_part_by_part(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_checked_part_by_part(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every part is compared, what a failed check leaves behind included, and all parameters are trained afterwards."""
     monkeypatch.setattr(selfcheck, "TOGETHER", together)
     for model in (Net(), Net(wrong=1.0)):
-        with nullcontext() if model.wrong == 0 else pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight"):
+        with (
+            nullcontext()
+            if model.wrong == 0
+            else pytest.raises(PrivacyConfigError, match=r"gradient of a\.weight")
+        ):
             check_against_autograd(model, made_up(), fallback=False)
         assert all(p.requires_grad for p in model.parameters())
     check_at_size(model := Net(), made_up(), 4)

@@ -20,7 +20,10 @@ C = 0.1
 
 
 def change(
-    model: nn.Module, inputs: dict[str, Tensor], example: dict[str, Tensor], mode: Mode = "bookkeeping"
+    model: nn.Module,
+    inputs: dict[str, Tensor],
+    example: dict[str, Tensor],
+    mode: Mode = "bookkeeping",
 ) -> float:
     """|sum with the example - sum without it| in units of C."""
     with_it = {k: torch.cat([v, example[k]]) for k, v in inputs.items()}

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.contributions import ChunkedOuterProducts, Contribution, Dense, OuterProducts, Rows, inner
+from privacy.clipping.contributions import (
+    ChunkedOuterProducts,
+    Contribution,
+    Dense,
+    OuterProducts,
+    Rows,
+    inner,
+)
 
 B, T, V, D = 5, 4, 7, 3
 
@@ -24,13 +31,17 @@ def written_out(part: Contribution) -> Tensor:
         case Dense():
             return part.grad_B
         case ChunkedOuterProducts():
-            return torch.einsum("btv,btd->bvd", torch.cat([g for _, g in part.gradients()], 2), part.a_BTd)
+            return torch.einsum(
+                "btv,btd->bvd", torch.cat([g for _, g in part.gradients()], 2), part.a_BTd
+            )
     raise AssertionError(part)
 
 
 def chunked(a: Tensor, g: Tensor, size: int) -> ChunkedOuterProducts:
     cuts = [slice(i, min(i + size, V)) for i in range(0, V, size)]
-    return ChunkedOuterProducts(a, torch.bmm(g, g.transpose(1, 2)), V, lambda: ((c, g[:, :, c]) for c in cuts))
+    return ChunkedOuterProducts(
+        a, torch.bmm(g, g.transpose(1, 2)), V, lambda: ((c, g[:, :, c]) for c in cuts)
+    )
 
 
 def test_every_pair_of_kinds_against_the_written_out_gradients() -> None:
@@ -64,7 +75,9 @@ class Steps(nn.Module):
         self.layer = nn.Linear(width, 1, bias=False)
 
     def forward(self, x_BKD: Tensor) -> Tensor:
-        return sum((self.layer(x_BKD[:, k])[:, 0] for k in range(x_BKD.shape[1])), torch.zeros(len(x_BKD)))
+        return sum(
+            (self.layer(x_BKD[:, k])[:, 0] for k in range(x_BKD.shape[1])), torch.zeros(len(x_BKD))
+        )
 
 
 def clipped_steps(x_NKD: Tensor, mode: str) -> Tensor:
@@ -78,7 +91,9 @@ def clipped_steps(x_NKD: Tensor, mode: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", pytest.param("two_pass", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("count", "cancels"), [(270, False), pytest.param(450, True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("count", "cancels"), [(270, False), pytest.param(450, True, marks=pytest.mark.full)]
+)
 def test_contract_4_a_norm_counts_every_use(count: int, cancels: bool, mode: str) -> None:
     """Each of K small uses is below the rounding of a large one; together they are not."""
     x_KD = torch.tensor([0.0, 1.72e-4]).repeat(count, 1)
@@ -95,7 +110,9 @@ def test_contract_4_sums_of_many_uses_do_not_round_with_those_of_other_examples(
     whole = math.floor(0.95 / count / unit)
     hovering = torch.full((count, 1), (whole + 0.52) * unit)
     hovering[1::2] = -(whole + 0.48) * unit
-    filling = [torch.full((count, 1), amount / count) for amount in [0.999] * 15 + [0.5 - 15 * 0.999 + 15]]
+    filling = [
+        torch.full((count, 1), amount / count) for amount in [0.999] * 15 + [0.5 - 15 * 0.999 + 15]
+    ]
     sums = []
     for amount in (1.0, 0.0):
         rows = [torch.full((count, 1), amount / count), *filling, *[hovering] * (64 - 17)]

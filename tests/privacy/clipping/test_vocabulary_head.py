@@ -28,7 +28,9 @@ MODES = ["bookkeeping", "two_pass"]
 class Language(nn.Module):
     """Embedding, one hidden layer, head; tied or not, the head used once or twice."""
 
-    def __init__(self, *, chunk: int = 8, tied: bool = False, bias: bool = True, twice: bool = False) -> None:
+    def __init__(
+        self, *, chunk: int = 8, tied: bool = False, bias: bool = True, twice: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(V, D)
@@ -43,7 +45,11 @@ class Language(nn.Module):
         # Chunks follow the shape of the micro-batch; the loop of single examples has the same number.
         self.head.max_logits = len(tokens_BL) * L * 8
         x_BLD = self.embedding(tokens_BL[:, :-1]) * scale_B[:, None, None]
-        call = checkpoint(self.hidden, x_BLD, use_reentrant=False) if self.checkpointed else self.hidden(x_BLD)
+        call = (
+            checkpoint(self.hidden, x_BLD, use_reentrant=False)
+            if self.checkpointed
+            else self.hidden(x_BLD)
+        )
         x_BLD = x_BLD + call
         loss_BL = self.head.token_losses(x_BLD, tokens_BL[:, 1:])
         if self.twice:
@@ -51,7 +57,9 @@ class Language(nn.Module):
         return loss_BL.masked_fill(~mask_BL, 0).sum(1) / mask_BL.sum(1).clamp(min=1)
 
 
-def language(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Language, dict[str, Tensor]]:
+def language(
+    dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Language, dict[str, Tensor]]:
     model = Language(**options).to(dtype)
     generator = torch.Generator().manual_seed(1)
     inputs = {
@@ -149,7 +157,13 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_holds_all_logits(mode: str) -> None:
     """40 tokens, a batch whose logits are the largest tensor by far: neither forward, norm nor sum holds them."""
     words, rows, length, most = 2003, 16, 40, 300_000
-    overrides = {"vocab_size": words, "num_tokens": length, "image_size": 16, "decoder_depth": 1, "encoder_depth": 1}
+    overrides = {
+        "vocab_size": words,
+        "num_tokens": length,
+        "image_size": 16,
+        "decoder_depth": 1,
+        "encoder_depth": 1,
+    }
     generator = torch.Generator().manual_seed(0)
     inputs = {
         "images_BCHW": torch.randn(rows, 3, 16, 16, generator=generator),

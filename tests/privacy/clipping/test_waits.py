@@ -17,8 +17,21 @@ from tests.privacy.clipping.test_models import MODELS, B, cast
 
 aten = torch.ops.aten
 WAITING = {
-    *(aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.bincount),
-    *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave),
+    *(
+        aten._local_scalar_dense,
+        aten.equal,
+        aten.is_nonzero,
+        aten.nonzero,
+        aten.masked_select,
+        aten.bincount,
+    ),
+    *(
+        aten._unique,
+        aten._unique2,
+        aten.unique_dim,
+        aten.unique_consecutive,
+        aten.repeat_interleave,
+    ),
     aten.embedding_dense_backward,  # on CUDA it counts its segments
 }
 
@@ -31,7 +44,12 @@ class Waits(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        by_mask = func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_) and any(
+        by_mask = func.overloadpacket in (
+            aten.index,
+            aten.index_put,
+            aten.index_put_,
+            aten._index_put_impl_,
+        ) and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         if func.overloadpacket in WAITING or by_mask:
@@ -45,7 +63,11 @@ CASES = itertools.product(
     ("bookkeeping", "two_pass"),
     ("meta", "cpu"),
 )
-DAILY = {("captioner", "bookkeeping"), ("masked_autoencoder", "two_pass"), ("adapters", "bookkeeping")}
+DAILY = {
+    ("captioner", "bookkeeping"),
+    ("masked_autoencoder", "two_pass"),
+    ("adapters", "bookkeeping"),
+}
 
 
 @pytest.mark.parametrize(

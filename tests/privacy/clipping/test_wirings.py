@@ -24,9 +24,7 @@ from privacy.errors import PrivacyConfigError
 from tests.privacy.clipping import oracle
 
 D, T = 4, 4
-FOUND = (
-    r"do not see the gradient|changes with the other examples|draws random|changes the buffer|no made-up example gives"
-)
+FOUND = r"do not see the gradient|changes with the other examples|draws random|changes the buffer|no made-up example gives"
 
 
 class Piece(nn.Module):
@@ -53,7 +51,11 @@ class Piece(nn.Module):
 class Model(nn.Module):
     def __init__(self, *pieces: nn.Module) -> None:
         super().__init__()
-        self.before, self.pieces, self.after = nn.Linear(D, D), nn.ModuleList(pieces), nn.Linear(D, 3)
+        self.before, self.pieces, self.after = (
+            nn.Linear(D, D),
+            nn.ModuleList(pieces),
+            nn.Linear(D, 3),
+        )
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         y = self.before(x)
@@ -206,14 +208,20 @@ def depth(m: Piece, x: Tensor) -> Tensor:
 PIECES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     # ways to write a model that are right
     "layer": ("exact", lambda: Piece(lambda m, x: m.a(x))),
-    "tied_layers": ("exact", tied(lambda m: setattr(m.b, "weight", m.a.weight), lambda m, x: m.b(m.a(x).tanh()))),
+    "tied_layers": (
+        "exact",
+        tied(lambda m: setattr(m.b, "weight", m.a.weight), lambda m, x: m.b(m.a(x).tanh())),
+    ),
     "indexed": ("exact", lambda: Piece(lambda m, x: m.a(x[:, torch.tensor([1, 1, 0, 3])]).flip(1))),
     "broadcast": ("exact", lambda: Piece(lambda m, x: m.a(x.mean(1, keepdim=True)) * m.norm(x))),
     "shared_buffer": ("exact", lambda: Piece(lambda m, x: m.a(x * m.table) + m.table)),
     "layer_on_shared_row": ("exact", lambda: Piece(lambda m, x: x * m.a(m.table))),
     "per_example_weights": ("exact", lambda: Piece(per_example_weights)),
     "fourier": ("exact", lambda: Piece(lambda m, x: m.a(torch.fft.fft(m.b(x), dim=1).real))),
-    "detached_weight": ("exact", lambda: Piece(lambda m, x: m.a(x) + F.linear(x, m.a.weight.detach()))),
+    "detached_weight": (
+        "exact",
+        lambda: Piece(lambda m, x: m.a(x) + F.linear(x, m.a.weight.detach())),
+    ),
     "own_gradient": ("exact", lambda: Piece(lambda m, x: Double.apply(m.a(x)))),
     "own_copy_in_place": ("exact", lambda: Piece(own_copy_in_place)),
     "low_rank": (
@@ -229,26 +237,45 @@ PIECES: dict[str, tuple[str, Callable[[], nn.Module]]] = {
         "exact",
         lambda: Piece(lambda m, x: x + m.e((x[..., 0].detach() > 0).long()), e=Shifted(5, D)),
     ),
-    "subclass_of_layer_norm": ("exact", lambda: Piece(lambda m, x: m.n(x.mT).mT, n=ChannelsFirst(D))),
+    "subclass_of_layer_norm": (
+        "exact",
+        lambda: Piece(lambda m, x: m.n(x.mT).mT, n=ChannelsFirst(D)),
+    ),
     "subclass_of_linear": ("exact", lambda: Piece(lambda m, x: m.n(x), n=WithTerm(D, D))),
     "forward_hook": ("exact", hooked("register_forward_hook", lambda module, args, y: 2 * y.sin())),
-    "forward_pre_hook": ("exact", hooked("register_forward_pre_hook", lambda module, args: (args[0].cos(),))),
-    "backward_hook": ("exact", hooked("register_full_backward_hook", lambda module, gi, go: (3 * gi[0],))),
+    "forward_pre_hook": (
+        "exact",
+        hooked("register_forward_pre_hook", lambda module, args: (args[0].cos(),)),
+    ),
+    "backward_hook": (
+        "exact",
+        hooked("register_full_backward_hook", lambda module, gi, go: (3 * gi[0],)),
+    ),
     "output_hook": ("exact", lambda: Piece(lambda m, x: with_hook(m.a(x)))),
     "functional_call_of_itself": (
         "exact",
-        lambda: Piece(lambda m, x: torch.func.functional_call(m.a, dict(m.a.named_parameters()), (x,))),
+        lambda: Piece(
+            lambda m, x: torch.func.functional_call(m.a, dict(m.a.named_parameters()), (x,))
+        ),
     ),
     # of which ClippedSum alone knows nothing: covered by a module around them, or found
     "tied_through_functional": (
         "exact",
-        lambda: Piece(lambda m, x: m.a(x) + F.linear(x, m.positions.weight[:D]) + m.positions(ids(x))),
+        lambda: Piece(
+            lambda m, x: m.a(x) + F.linear(x, m.positions.weight[:D]) + m.positions(ids(x))
+        ),
     ),
     "functional_dropout": ("found", lambda: Piece(lambda m, x: F.dropout(m.a(x), 0.01))),
     "batch_mean": ("found", lambda: Piece(lambda m, x: m.a(x) - m.a(x).mean(0, keepdim=True))),
-    "one_dimensional_positions": ("exact", lambda: Piece(lambda m, x: x + m.positions(torch.arange(x.shape[1])))),
+    "one_dimensional_positions": (
+        "exact",
+        lambda: Piece(lambda m, x: x + m.positions(torch.arange(x.shape[1]))),
+    ),
     "past_its_hooks": ("exact", lambda: Piece(lambda m, x: m.a(x) + m.a.forward(x).tanh())),
-    "weight_decay_in_the_loss": ("exact", lambda: Piece(lambda m, x: m.a(x) + 1e-3 * m.a.weight.square().sum())),
+    "weight_decay_in_the_loss": (
+        "exact",
+        lambda: Piece(lambda m, x: m.a(x) + 1e-3 * m.a.weight.square().sum()),
+    ),
     "parameter_in_a_closure": ("found", captured),
     "first_example_for_all": ("found", lambda: Piece(lambda m, x: m.a(x[:1].expand_as(x)))),
     "numpy_mask": ("found", lambda: Piece(lambda m, x: m.a(x) * (np.random.rand() < 0.99))),  # noqa: NPY002
@@ -303,7 +330,9 @@ def chain(seed: int) -> nn.Module:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     pieces = [PIECES[name][1]() for name in pieces_of(seed)]
-    if draw.random() < 0.4 and "parameter_hook" not in pieces_of(seed):  # which belongs to one weight
+    if draw.random() < 0.4 and "parameter_hook" not in pieces_of(
+        seed
+    ):  # which belongs to one weight
         pieces[-1].a.weight = pieces[0].a.weight  # type: ignore[union-attr]
     if draw.random() < 0.3 and "parameter_in_a_closure" not in pieces_of(
         seed

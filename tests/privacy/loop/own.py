@@ -30,7 +30,10 @@ class Rows(list[Any]):
 
 def rows(count: int = N) -> Rows:
     generator = torch.Generator().manual_seed(7)
-    x, y = torch.randn(count, D, generator=generator), torch.randint(K, (count,), generator=generator)
+    x, y = (
+        torch.randn(count, D, generator=generator),
+        torch.randint(K, (count,), generator=generator),
+    )
     return Rows((a, int(b)) for a, b in zip(x, y, strict=True))
 
 
@@ -46,7 +49,9 @@ def cross_entropy(model: nn.Module) -> Callable[..., Tensor]:
     return loss
 
 
-def make(run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **changes: Any) -> PrivateLoop:
+def make(
+    run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **changes: Any
+) -> PrivateLoop:
     """A loop of six steps; `optimizer` is made of the model's trainable parameters unless it is given."""
     model = net() if model is None else model
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -60,7 +65,13 @@ def make(run_dir: Path, model: nn.Module | None = None, dataset: Any = None, **c
         "micro_batch_size": 8,
         "starts_from": "public",
     }
-    return PrivateLoop(model, optimizer, rows() if dataset is None else dataset, run_dir=run_dir, **(asked | changes))
+    return PrivateLoop(
+        model,
+        optimizer,
+        rows() if dataset is None else dataset,
+        run_dir=run_dir,
+        **(asked | changes),
+    )
 
 
 class Silent:
@@ -74,11 +85,15 @@ class Silent:
 def quick(*, silent: bool = False, same_coins: bool = False) -> Iterator[pytest.MonkeyPatch]:
     """Without the seconds that an accountant takes; `silent` without noise, and `same_coins` draws the same items in all runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("privacy.accounting.accountants.EpsilonTable.epsilon", lambda *_arguments: 1.0)
+        patch.setattr(
+            "privacy.accounting.accountants.EpsilonTable.epsilon", lambda *_arguments: 1.0
+        )
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_arguments: 1.0)
         if silent:
             patch.setattr(PrivacyPlan, "noise", lambda _: Silent())
-        for name in ("coin_key", "row_key", "example_key") if same_coins else ():  # a session has others
+        for name in (
+            ("coin_key", "row_key", "example_key") if same_coins else ()
+        ):  # a session has others
             patch.setattr(SamplingKey, name, lambda *_: bytes(32))
         yield patch
 

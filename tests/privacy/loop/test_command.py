@@ -22,7 +22,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     folder = tmp_path_factory.mktemp("own") / "run"
     after = PrivacyPlan.epsilon_after
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivacyPlan, "epsilon_after", lambda plan, count: after(plan, count) if count == 3 else 1.0)
+        patch.setattr(
+            PrivacyPlan,
+            "epsilon_after",
+            lambda plan, count: after(plan, count) if count == 3 else 1.0,
+        )
         with make(folder, num_steps=3, noise_multiplier=16.0) as loop:
             list(loop)
     return folder, loop.epsilon
@@ -33,7 +37,9 @@ def test_plan_report_and_loop_state_one_epsilon(
 ) -> None:
     """The plan of these numbers, the card of the finished run and its loop; `--json` prints one object and nothing else."""
     folder, epsilon = run
-    monkeypatch.setattr("privacy.card.report.epsilon_of_several", lambda *_arguments: None)  # takes seconds
+    monkeypatch.setattr(
+        "privacy.card.report.epsilon_of_several", lambda *_arguments: None
+    )  # takes seconds
     assert main(["plan", *NUMBERS, "--noise_multiplier", "16", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert main(["report", str(folder), "--json"]) == 0
@@ -42,7 +48,9 @@ def test_plan_report_and_loop_state_one_epsilon(
     assert planned["delta"] == card["delta"] == 1 / (2 * N)
     assert main(["plan", *NUMBERS, "--noise_multiplier", "16"]) == 0
     said = re.match(r"epsilon ([0-9.]+) at delta ", capsys.readouterr().out)
-    assert said is not None and epsilon <= float(said[1]) < epsilon + 1e-3  # rounded, and never down
+    assert (
+        said is not None and epsilon <= float(said[1]) < epsilon + 1e-3
+    )  # rounded, and never down
     assert (folder / "report" / "privacy_card.html").is_file()
 
 
@@ -53,8 +61,13 @@ def test_the_judges_pass_a_run_and_no_run_with_a_changed_step(
     assert main(["audit", "ledger", str(whole), "--json"]) == 0
     judged = json.loads(capsys.readouterr().out)
     assert judged["verdict"] == "consistent"
-    assert judged["ledger_sha256"] == hashlib.sha256((whole / "ledger.jsonl").read_bytes()).hexdigest()
-    assert main(["audit", "schedule", str(whole)]) == 0 and "audit schedule: consistent" in capsys.readouterr().out
+    assert (
+        judged["ledger_sha256"] == hashlib.sha256((whole / "ledger.jsonl").read_bytes()).hexdigest()
+    )
+    assert (
+        main(["audit", "schedule", str(whole)]) == 0
+        and "audit schedule: consistent" in capsys.readouterr().out
+    )
     shutil.copytree(whole, changed)
     text = (changed / "ledger.jsonl").read_text()
     assert '"step":2' in text
@@ -71,9 +84,15 @@ def test_the_judges_pass_a_run_and_no_run_with_a_changed_step(
         (["train"], "train"),
         (["plan", *NUMBERS], "--target_epsilon"),
         (["plan", *NUMBERS, "--noise_multiplier", "many"], "many"),
-        (["plan", *NUMBERS, "--noise_multiplier", "1", "--target_epsilon", "3"], "not allowed with"),
+        (
+            ["plan", *NUMBERS, "--noise_multiplier", "1", "--target_epsilon", "3"],
+            "not allowed with",
+        ),
         (["plan", *NUMBERS, "--noise_multiplier", "0"], "no formal guarantee"),
-        (["plan", "--num_examples", "5", *NUMBERS[2:], "--noise_multiplier", "1"], "larger than the data"),
+        (
+            ["plan", "--num_examples", "5", *NUMBERS[2:], "--noise_multiplier", "1"],
+            "larger than the data",
+        ),
         (["audit", "run", "nowhere"], "launch_scripts/audit.py of a clone"),
         (["audit", "mechanism", "nowhere"], "run folder nowhere does not exist"),
         (["audit", "ledger", "nowhere"], "nowhere"),
@@ -81,7 +100,11 @@ def test_the_judges_pass_a_run_and_no_run_with_a_changed_step(
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2

@@ -26,10 +26,16 @@ LABEL = integers(3, also=[-100])
         (LABEL, 3, "other than 0 to 2"),
         (LABEL, -1, "other than 0 to 2"),
         (LABEL, 1.0, "integers are expected"),
-        (LABEL, np.uint64(2**64 - 100), "not allowed"),  # -100, if its bits were read as a signed number
+        (
+            LABEL,
+            np.uint64(2**64 - 100),
+            "not allowed",
+        ),  # -100, if its bits were read as a signed number
     ],
 )
-def test_a_value_that_its_field_does_not_allow_is_unusable(field: Field, value: Any, why: str) -> None:
+def test_a_value_that_its_field_does_not_allow_is_unusable(
+    field: Field, value: Any, why: str
+) -> None:
     with pytest.raises(Unusable, match=why):
         field.read(value)
 
@@ -46,11 +52,15 @@ def test_what_is_read_is_a_copy_of_the_field_s_own_kind_and_made_up_items_are_us
         item = {name: values[row] for name, values in batch.items()}
         assert all(torch.equal(example.read(item)[name], item[name]) for name in item)
     kept = batch["attention"]
-    assert torch.equal(kept, kept.sort(dim=1, descending=True).values) and kept[:, 0].all()  # ones, then zeros
+    assert (
+        torch.equal(kept, kept.sort(dim=1, descending=True).values) and kept[:, 0].all()
+    )  # ones, then zeros
     assert all(not x.any() for x in example.padding().values())
 
 
-@pytest.mark.parametrize("item", [(torch.ones(2), 1), {"x": torch.ones(2)}, {"x": torch.ones(2), "y": 7}])
+@pytest.mark.parametrize(
+    "item", [(torch.ones(2), 1), {"x": torch.ones(2)}, {"x": torch.ones(2), "y": 7}]
+)
 def test_an_item_without_its_fields_is_unusable(item: Any) -> None:
     for fields in ({"x": floats(2), "y": LABEL}, [floats(2), floats(2)]):
         with pytest.raises(Unusable):
@@ -66,8 +76,14 @@ def test_an_item_without_its_fields_is_unusable(item: Any) -> None:
         (lambda: mask(), "give its shape"),
         (lambda: Example([]), "example says what one item is"),
         (lambda: Example([floats(2), 10]), "example says what one item is"),  # type: ignore[list-item]
-        (lambda: Example([floats(2), LABEL]).named([torch.ones(2, 2)]), "one tensor for each field"),
-        (lambda: Example({"x": floats(2)}).named({"z": torch.ones(2, 2)}), "one tensor for each field of example: x"),
+        (
+            lambda: Example([floats(2), LABEL]).named([torch.ones(2, 2)]),
+            "one tensor for each field",
+        ),
+        (
+            lambda: Example({"x": floats(2)}).named({"z": torch.ones(2, 2)}),
+            "one tensor for each field of example: x",
+        ),
     ],
 )
 def test_fields_that_cannot_be_are_refused_in_one_line(make: Any, said: str) -> None:
@@ -79,7 +95,10 @@ def test_fields_that_cannot_be_are_refused_in_one_line(make: Any, said: str) -> 
 def test_items_of_tensors_are_read_together_as_they_are_one_by_one() -> None:
     """NaN, integers that are not allowed, empty requests, any rows; no random number is drawn or seeded."""
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(30, 2, 3, generator=generator), torch.randint(-2, 4, (30,), generator=generator)
+    x, y = (
+        torch.randn(30, 2, 3, generator=generator),
+        torch.randint(-2, 4, (30,), generator=generator),
+    )
     x[3, 1, 1], y[5], y[6] = torch.nan, -100, 2**62
     fields = Example((floats(2, 3), LABEL))
     together = Reader(TensorDataset(x.requires_grad_(), y), fields, 8)
@@ -87,22 +106,44 @@ def test_items_of_tensors_are_read_together_as_they_are_one_by_one() -> None:
     for trial in range(40):
         count = trial % 9
         ids = torch.randint(30, (count,), generator=generator).tolist()
-        request = [(i, 1, row) for i, row in zip(ids, torch.randperm(8, generator=generator).tolist(), strict=False)]
+        request = [
+            (i, 1, row)
+            for i, row in zip(ids, torch.randperm(8, generator=generator).tolist(), strict=False)
+        ]
         state = torch.get_rng_state()
         found, expected = together[request], one_by_one[request]
-        assert torch.equal(state, torch.get_rng_state()) and found.num_undecodable == expected.num_undecodable
+        assert (
+            torch.equal(state, torch.get_rng_state())
+            and found.num_undecodable == expected.num_undecodable
+        )
         assert torch.equal(found.is_padding_B, expected.is_padding_B)
-        assert all(torch.equal(found.inputs[n].nan_to_num(9), expected.inputs[n].nan_to_num(9)) for n in found.inputs)
+        assert all(
+            torch.equal(found.inputs[n].nan_to_num(9), expected.inputs[n].nan_to_num(9))
+            for n in found.inputs
+        )
 
 
-def test_only_plain_tensors_in_the_fields_own_dtypes_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_plain_tensors_in_the_fields_own_dtypes_are_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Augmented(TensorDataset):
         """Its items draw random numbers."""
 
     x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
     plain = TensorDataset(x, y)
-    others = [Augmented(x, y), TensorDataset(x.double(), y), TensorDataset(x, y.int()), TensorDataset(x, y, y)]
+    others = [
+        Augmented(x, y),
+        TensorDataset(x.double(), y),
+        TensorDataset(x, y.int()),
+        TensorDataset(x, y, y),
+    ]
     others += [TensorDataset(x.to_sparse(), y), TensorDataset(torch.zeros(4, 3), y), list(plain)]
     for data, is_together in ((plain, True), *((other, False) for other in others)):
-        monkeypatch.setattr(Reader, "item", lambda *_: pytest.fail("read one by one") if is_together else {})  # noqa: B023
-        assert isinstance(Reader(data, Example((floats(2), integers(3))), 4)[[(0, 1, 0), (3, 2, 1)]], MicroBatch)
+        monkeypatch.setattr(
+            Reader,
+            "item",
+            lambda *_: pytest.fail("read one by one") if is_together else {},  # noqa: B023
+        )
+        assert isinstance(
+            Reader(data, Example((floats(2), integers(3))), 4)[[(0, 1, 0), (3, 2, 1)]], MicroBatch
+        )

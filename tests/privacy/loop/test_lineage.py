@@ -55,7 +55,9 @@ def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
         trained(tmp_path / "first")
         for name in ("left", "right"):
             trained(tmp_path / name, starts_from=tmp_path / "first")
-        with make(tmp_path / "run", model, starts_from=[tmp_path / "left", tmp_path / "right"]) as loop:
+        with make(
+            tmp_path / "run", model, starts_from=[tmp_path / "left", tmp_path / "right"]
+        ) as loop:
             list(loop)
     code, found = verify.verify(tmp_path / "run", None)
     assert (code, found["epsilon"]) == (0, pytest.approx(loop.epsilon, rel=1e-6))
@@ -99,13 +101,19 @@ def test_two_copies_of_a_run_that_both_went_on_are_refused(tmp_path: Path) -> No
         make(tmp_path / "run", starts_from=[tmp_path / "one", tmp_path / "two"]).close()
         lineage.TRAINED.clear()
         trained(tmp_path / "two", starts_from=None)
-        with pytest.raises(PrivacyConfigError, match="copies of one run that were both trained further"):
+        with pytest.raises(
+            PrivacyConfigError, match="copies of one run that were both trained further"
+        ):
             make(tmp_path / "next", starts_from=[tmp_path / "one", tmp_path / "two"])
     assert not (tmp_path / "next/ledger.jsonl").exists()
 
 
 def test_what_is_no_run_with_a_guarantee_is_refused(tmp_path: Path) -> None:
-    for bad, said in ((tmp_path / "nowhere", "no run folder"), ([], "an empty list"), ("Public", "no run folder")):
+    for bad, said in (
+        (tmp_path / "nowhere", "no run folder"),
+        ([], "an empty list"),
+        ("Public", "no run folder"),
+    ):
         with pytest.raises(PrivacyConfigError, match=said):
             make(tmp_path / "run", starts_from=bad)
 
@@ -149,7 +157,9 @@ def test_a_file_of_weights_beside_a_ledger_is_noticed(
 
 
 @pytest.mark.parametrize("how", ["weights", "gradient"])
-def test_what_the_callers_loss_trains_is_refused_before_the_charge(how: str, tmp_path: Path) -> None:
+def test_what_the_callers_loss_trains_is_refused_before_the_charge(
+    how: str, tmp_path: Path
+) -> None:
     """It begins when the self-check has passed, by a counter, in the middle of a step."""
     model, calls = net(), [0]
     plain = cross_entropy(model)
@@ -166,6 +176,8 @@ def test_what_the_callers_loss_trains_is_refused_before_the_charge(how: str, tmp
     with quick(), make(tmp_path / "run", model, loss=loss) as loop:
         loop.step()
         calls[0] = 1000
-        with pytest.raises(PrivacyConfigError, match=r"the weights changed|gradient that is not the loop's"):
+        with pytest.raises(
+            PrivacyConfigError, match=r"the weights changed|gradient that is not the loop's"
+        ):
             loop.step()
         assert ledger_of(tmp_path / "run").num_charged == 1

@@ -23,7 +23,18 @@ from privacy.loop import PrivateLoop, floats, integers
 from privacy.loop.fields import Unusable
 from privacy.loop.reading import ItemNotRead, Losses, chance_of_label
 from privacy.noise import SystemNoise
-from tests.privacy.loop.own import N, Rows, clipped_mean, ledger_of, make, members_of, net, quick, rows, weights
+from tests.privacy.loop.own import (
+    N,
+    Rows,
+    clipped_mean,
+    ledger_of,
+    make,
+    members_of,
+    net,
+    quick,
+    rows,
+    weights,
+)
 
 
 class Panic(BaseException):
@@ -73,7 +84,14 @@ def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_pat
     drawn, not_finite = set[int](), [N + list(BROKEN).index(name) for name in ("NaN", "infinity")]
     with (
         quick(silent=True),
-        make(tmp_path / "run", model, data, expected_batch_size=40, num_steps=4, unusable_as_zero=True) as loop,
+        make(
+            tmp_path / "run",
+            model,
+            data,
+            expected_batch_size=40,
+            num_steps=4,
+            unusable_as_zero=True,
+        ) as loop,
     ):
         nonce = bytes.fromhex(ledger_of(tmp_path / "run").nonces[-1])
         for step in loop:
@@ -83,7 +101,9 @@ def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_pat
             with torch.no_grad():
                 for p, g in zip(twin.parameters(), mean, strict=True):
                     p -= 0.5 * g.to(p.dtype)
-            assert step.private["num_examples"].inside() == sum(i < N or i in not_finite for i in members)
+            assert step.private["num_examples"].inside() == sum(
+                i < N or i in not_finite for i in members
+            )
     assert torch.allclose(weights(model), weights(twin), atol=1e-6)
     assert ledger_of(tmp_path / "run").closed == "finished"
     assert len([i for i in drawn if i >= N]) > len(BROKEN) / 2
@@ -97,7 +117,9 @@ def test_without_noise_a_step_is_the_clipped_mean_of_whom_the_coins_draw(tmp_pat
     ],
     ids=["file", "memory"],
 )
-def test_a_machine_that_fails_ends_the_run_before_its_charge(tmp_path: Path, fails: Any, said: str) -> None:
+def test_a_machine_that_fails_ends_the_run_before_its_charge(
+    tmp_path: Path, fails: Any, said: str
+) -> None:
     """A disk, a network or memory is no property of an item, so its failure is no zero gradient."""
     data = rows()
     with quick(), make(tmp_path / "run", dataset=data) as loop:
@@ -112,7 +134,10 @@ def test_a_machine_that_fails_ends_the_run_before_its_charge(tmp_path: Path, fai
 
 def test_a_step_needs_gradients(tmp_path: Path) -> None:
     with quick(), make(tmp_path / "run") as loop:
-        with torch.inference_mode(), pytest.raises(PrivacyConfigError, match="take steps outside of it"):
+        with (
+            torch.inference_mode(),
+            pytest.raises(PrivacyConfigError, match="take steps outside of it"),
+        ):
             loop.step()
         assert loop.step().number == 1
 
@@ -142,9 +167,14 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 def test_what_batches_cannot_be_drawn_from_is_refused_with_its_replacement(tmp_path: Path) -> None:
     counting, count = rows(), itertools.count()
-    counting.change = lambda item: (item[0] + next(count), item[1])  # depends on how many were read before
+    counting.change = lambda item: (
+        item[0] + next(count),
+        item[1],
+    )  # depends on how many were read before
     refused = {
-        "give the data set, not a DataLoader": torch.utils.data.DataLoader(rows(), batch_size=8, shuffle=True),
+        "give the data set, not a DataLoader": torch.utils.data.DataLoader(
+            rows(), batch_size=8, shuffle=True
+        ),
         "take a map-style data set": Stream(),
         "is empty": Rows(),
         "is not the same when it is read again": counting,
@@ -166,7 +196,11 @@ def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -
         ("BatchNorm", normalised, None),
         ("torch.bfloat16", net().bfloat16(), None),
         ("the optimizer has to hold", less, torch.optim.SGD(less[0].parameters(), lr=0.1)),
-        ("holds a parameter of shape", less, torch.optim.SGD([*less.parameters(), *net().parameters()], lr=0.1)),
+        (
+            "holds a parameter of shape",
+            less,
+            torch.optim.SGD([*less.parameters(), *net().parameters()], lr=0.1),
+        ),
     ]
     with quick():
         for said, model, given in cases:
@@ -175,10 +209,14 @@ def test_models_and_optimizers_that_void_the_claim_are_refused(tmp_path: Path) -
     assert not (tmp_path / "run/ledger.jsonl").exists()
 
 
-OTHERS = [getattr(torch.optim, name) for name in ("SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "ASGD")]
+OTHERS = [
+    getattr(torch.optim, name) for name in ("SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "ASGD")
+]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, *(pytest.param(one, marks=pytest.mark.full) for one in OTHERS)]
+)
 def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: Path) -> None:
     """Weights, moments and counts come back to the bit: the same coins then give the same end."""
 
@@ -192,7 +230,9 @@ def test_a_loop_that_is_left_goes_on_as_if_it_had_not_been(kind: Any, tmp_path: 
                         break
             if leave_at is not None:
                 model = net(seed=1)
-                with make(run_dir, model, optimizer=kind(model.parameters(), lr=0.1, **more)) as loop:
+                with make(
+                    run_dir, model, optimizer=kind(model.parameters(), lr=0.1, **more)
+                ) as loop:
                     assert loop.steps_done == leave_at
                     list(loop)
             return weights(model)
@@ -212,14 +252,19 @@ def test_a_finished_run_says_so_takes_no_more_steps_and_holds_its_weights(
         again = net(seed=5)
         with make(tmp_path / "run", again) as loop:
             said = capsys.readouterr().out.replace("\n  ", " ")
-            assert f"{tmp_path / 'run'} is finished (6 steps): epsilon 1.000" in said and "another run_dir" in said
+            assert (
+                f"{tmp_path / 'run'} is finished (6 steps): epsilon 1.000" in said
+                and "another run_dir" in said
+            )
             assert list(loop) == [] and loop.epsilon == 1.0
             with pytest.raises(PrivacyConfigError, match="all 6 steps"):
                 loop.step()
         assert torch.equal(weights(model), weights(again))
 
 
-def test_a_folder_serves_one_loop_at_a_time_and_one_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_serves_one_loop_at_a_time_and_one_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.0)
     with quick():
         with make(tmp_path / "run") as loop:
@@ -248,7 +293,9 @@ def test_contract_1_and_7_two_copies_of_a_folder_that_both_go_on_share_no_coin_a
     """Step by step beside each other, with the same seeds before each start and each step."""
     draws, drawn = list[bytes](), SystemNoise.rounded_normal
 
-    def noted(source: SystemNoise, deviation: float, count: int, device: torch.device) -> torch.Tensor:
+    def noted(
+        source: SystemNoise, deviation: float, count: int, device: torch.device
+    ) -> torch.Tensor:
         noise = drawn(source, deviation, count, device)
         draws.append(noise.numpy().tobytes())
         return noise
@@ -320,13 +367,19 @@ def test_a_delta_of_1_over_n_or_more_is_said_wherever_an_epsilon_is(
     delta: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with quick():
-        with pytest.warns(UserWarning, match="protects nobody"), make(tmp_path / "run", target_delta=delta) as loop:
+        with (
+            pytest.warns(UserWarning, match="protects nobody"),
+            make(tmp_path / "run", target_delta=delta) as loop,
+        ):
             list(loop)
         assert "protects nobody" in loop.claim
         found = verify.verify(tmp_path / "run", None)[1]
         assert "1/n or more protects nobody" in json.dumps(found)
         assert "1/n or more protects nobody" in verify.to_text(found).splitlines()[-1]
-        with pytest.warns(UserWarning, match="protects nobody"), make(tmp_path / "run", target_delta=delta):
+        with (
+            pytest.warns(UserWarning, match="protects nobody"),
+            make(tmp_path / "run", target_delta=delta),
+        ):
             assert "protects nobody" in capsys.readouterr().out
         with warnings.catch_warnings(), make(tmp_path / "default") as loop:
             warnings.simplefilter("error")
@@ -340,9 +393,14 @@ def test_items_that_count_as_zero_are_counted_with_their_reasons(
     data = Rows((x, y + 1) for x, y in rows())
     lost = sum(y == 3 for _, y in data)
     with quick():
-        make(tmp_path / "run", dataset=Rows([*data, (torch.zeros(7), 1)]), unusable_as_zero=True).close()
+        make(
+            tmp_path / "run", dataset=Rows([*data, (torch.zeros(7), 1)]), unusable_as_zero=True
+        ).close()
         said = capsys.readouterr().out.replace("\n  ", " ")
-        assert f"{lost + 1} of 61 items cannot be used" in said and f"({lost} times: item_1 holds integers" in said
+        assert (
+            f"{lost + 1} of 61 items cannot be used" in said
+            and f"({lost} times: item_1 holds integers" in said
+        )
         assert "1 times: item_0 has shape (7,)" in said
         make(tmp_path / "whole").close()
         assert "cannot be used" not in capsys.readouterr().out
@@ -356,25 +414,49 @@ def unreadable(number: int) -> Any:
 GOOD = [(torch.full((6,), 0.01 * i), i % 3) for i in range(1000)]
 RARE = [(x, 2 if i in (5, 300, 600, 900) else i % 2) for i, (x, _) in enumerate(GOOD)]
 KINDS = (
-    *(ValueError, KeyError, TypeError, IndexError, ZeroDivisionError, AttributeError, ArithmeticError, LookupError),
+    *(
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        ZeroDivisionError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+    ),
     *(AssertionError, NotImplementedError, EOFError),
 )
 LOST: dict[str, tuple[list[Any], str | None]] = {
     "labels from 1 on": ([(x, y + 1) for x, y in GOOD], "more than 1 %"),
     "-1 for what has no label": ([*GOOD, *[(torch.ones(6), -1)] * 12], "more than 1 %"),
-    "pictures of many sizes": ([*GOOD, *((torch.ones(7 + i), i % 3) for i in range(12))], "more than 1 %"),
+    "pictures of many sizes": (
+        [*GOOD, *((torch.ones(7 + i), i % 3) for i in range(12))],
+        "more than 1 %",
+    ),
     "unreadable files": ([*GOOD, *map(unreadable, range(12))], "more than 1 %"),
     "a rare class": ([*GOOD, *[(torch.ones(6), 3)] * 3], "3 of the 3 with one value of item_1"),
-    "a class from another camera": ([*RARE, *[(torch.ones(9), 2)] * 6], "6 of the 10 with one value of item_1"),
-    "two rare classes": ([*GOOD, *[(torch.ones(6), 3)] * 3, *[(torch.ones(6), 4)] * 3], "3 of the 3 with one value"),
+    "a class from another camera": (
+        [*RARE, *[(torch.ones(9), 2)] * 6],
+        "6 of the 10 with one value of item_1",
+    ),
+    "two rare classes": (
+        [*GOOD, *[(torch.ones(6), 3)] * 3, *[(torch.ones(6), 4)] * 3],
+        "3 of the 3 with one value",
+    ),
     "both of one of three classes": ([*GOOD, *[(torch.ones(9), 2)] * 2], None),
-    "of the class that most have": ([*((x, int(y > 1 and x[0] > 9)) for x, y in GOOD), *[(torch.ones(9), 0)] * 9], None),
+    "of the class that most have": (
+        [*((x, int(y > 1 and x[0] > 9)) for x, y in GOOD), *[(torch.ones(9), 0)] * 9],
+        None,
+    ),
     "ten of a thousand": ([*GOOD[:990], *((torch.ones(7), i % 3) for i in range(10))], None),
-    "many reasons": ([*GOOD, *((torch.ones(7), i % 3) for i in range(9)), *map(unreadable, range(9))], "more than 1 %"),
+    "many reasons": (
+        [*GOOD, *((torch.ones(7), i % 3) for i in range(9)), *map(unreadable, range(9))],
+        "more than 1 %",
+    ),
     "all for one reason each": ([*GOOD, *(kind("broken") for kind in KINDS)], "more than 1 %"),
     "a single item": ([*GOOD[:30], (torch.ones(7), 1)], None),
     "a single label out of range": ([*GOOD, (torch.ones(6), 3)], None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -391,7 +473,9 @@ def test_losses_that_no_accident_explains_are_refused_before_a_charge_unless_the
     data.change = raised
     with quick():
         if why is not None:
-            with pytest.raises(PrivacyConfigError, match=f"{why}.* unusable_as_zero=True if that is meant$") as refused:
+            with pytest.raises(
+                PrivacyConfigError, match=f"{why}.* unusable_as_zero=True if that is meant$"
+            ) as refused:
                 make(tmp_path / "run", dataset=data)
             assert "\n" not in str(refused.value)
             assert not (tmp_path / "run/ledger.jsonl").exists()
@@ -400,7 +484,9 @@ def test_losses_that_no_accident_explains_are_refused_before_a_charge_unless_the
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_label_that_is_lost_is_seen_whatever_its_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_label_that_is_lost_is_seen_whatever_its_shape(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
     """Nine of nine, by another shape; of two that many have, chance takes both."""
 
     def labelled(items: list[Any]) -> Rows:
@@ -426,7 +512,9 @@ def test_the_chance_that_a_label_is_lost_is_that_of_a_draw_and_no_lower() -> Non
     for number in range(4):
         exact = sum(lost >= number for lost in draws) / len(draws)
         assert exact <= chance_of_label(9, 3, 4, number) + 1e-12
-    assert chance_of_label(9, 3, 4, 3) == pytest.approx(sum(lost == 3 for lost in draws) / len(draws))
+    assert chance_of_label(9, 3, 4, 3) == pytest.approx(
+        sum(lost == 3 for lost in draws) / len(draws)
+    )
     generator, refused = torch.Generator().manual_seed(2), 0
     for _ in range(20):
         losses = Losses()
@@ -461,10 +549,19 @@ def test_a_batch_without_a_finite_example_is_said_when_it_happens(
 
 
 MEANT = {
-    "delta": "target_delta", "epsilon": "target_epsilon", "steps": "num_steps", "noise": "noise_multiplier",
-    "batch_size": "expected_batch_size", "max_norm": "max_grad_norm", "loss_fn": "loss", "workers": "num_workers",
-    "optimiser": "optimizer", "train_dataset": "dataset", "rundir": "run_dir", "micro_batchsize": "micro_batch_size",
-}  # fmt: skip
+    "delta": "target_delta",
+    "epsilon": "target_epsilon",
+    "steps": "num_steps",
+    "noise": "noise_multiplier",
+    "batch_size": "expected_batch_size",
+    "max_norm": "max_grad_norm",
+    "loss_fn": "loss",
+    "workers": "num_workers",
+    "optimiser": "optimizer",
+    "train_dataset": "dataset",
+    "rundir": "run_dir",
+    "micro_batchsize": "micro_batch_size",
+}
 
 
 def test_a_keyword_of_another_library_gets_the_name_that_is_meant() -> None:
@@ -478,7 +575,9 @@ def test_a_keyword_of_another_library_gets_the_name_that_is_meant() -> None:
         PrivateLoop(net(), poisson=True)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-made loader
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # torch's half-made loader
 def test_a_machine_that_lets_no_worker_start_is_named_before_any_charge(tmp_path: Path) -> None:
     """Queues of processes lie in /dev/shm, and the system names no file when it is read-only or full."""
 
@@ -487,6 +586,8 @@ def test_a_machine_that_lets_no_worker_start_is_named_before_any_charge(tmp_path
 
     with quick() as patch, make(tmp_path / "run", num_workers=1) as loop:
         patch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refused)
-        with pytest.raises(ItemNotRead, match=r"workers cannot start: Read-only file system; they need /dev/shm"):
+        with pytest.raises(
+            ItemNotRead, match=r"workers cannot start: Read-only file system; they need /dev/shm"
+        ):
             loop.step()
     assert ledger_of(tmp_path / "run").num_charged == 0

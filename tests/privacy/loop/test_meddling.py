@@ -69,17 +69,35 @@ class Shifted(nn.Module):
 
 WRITES: dict[str, tuple[Callable[[Any], object], str]] = {
     "frozen weights": (lambda m: m.fixed.weight.data.add_(1), "frozen weights or buffers changed"),
-    "frozen weights, exchanged": (lambda m: m.fixed.weight.data.copy_(m.fixed.weight.flip(0)), "frozen weights or buffers"),
+    "frozen weights, exchanged": (
+        lambda m: m.fixed.weight.data.copy_(m.fixed.weight.flip(0)),
+        "frozen weights or buffers",
+    ),
     "a buffer": (lambda m: m.mean.data.add_(1), "frozen weights or buffers changed"),
-    "another buffer": (lambda m: setattr(m.mean, "data", torch.ones(D)), "frozen weights or buffers changed"),
-    "a buffer of a layer": (lambda m: m.fixed.seen.data.add_(1), "frozen weights or buffers changed"),
-    "weights, exchanged": (lambda m: m.head.weight.data.copy_(m.head.weight.flip(0)), "the weights changed"),
-    "a gradient of frozen weights": (lambda m: setattr(m.fixed.weight, "grad", torch.ones(D, D)), "not the loop's"),
-    "a backward": (lambda m: m(torch.zeros(1, D)).sum().backward(), "a gradient that is not the loop's"),
+    "another buffer": (
+        lambda m: setattr(m.mean, "data", torch.ones(D)),
+        "frozen weights or buffers changed",
+    ),
+    "a buffer of a layer": (
+        lambda m: m.fixed.seen.data.add_(1),
+        "frozen weights or buffers changed",
+    ),
+    "weights, exchanged": (
+        lambda m: m.head.weight.data.copy_(m.head.weight.flip(0)),
+        "the weights changed",
+    ),
+    "a gradient of frozen weights": (
+        lambda m: setattr(m.fixed.weight, "grad", torch.ones(D, D)),
+        "not the loop's",
+    ),
+    "a backward": (
+        lambda m: m(torch.zeros(1, D)).sum().backward(),
+        "a gradient that is not the loop's",
+    ),
     "another optimizer": (lambda m: by_hand(m), "the weights changed"),
     "another mode": (lambda m: m.eval(), "has changed"),
     "less to train": (lambda m: m.head.bias.requires_grad_(False), "frozen, unfrozen or exchanged"),
-}  # fmt: skip
+}
 
 
 def by_hand(model: Any) -> None:
@@ -89,11 +107,15 @@ def by_hand(model: Any) -> None:
     other.zero_grad()
 
 
-def test_what_is_written_to_the_model_between_steps_is_found_before_a_charge(tmp_path: Path) -> None:
+def test_what_is_written_to_the_model_between_steps_is_found_before_a_charge(
+    tmp_path: Path,
+) -> None:
     with quick():
         for number, (change, said) in enumerate(WRITES.values()):
             model = Shifted()
-            optimizer = torch.optim.AdamW(model.parameters())  # frozen ones are in it, as many programs have it
+            optimizer = torch.optim.AdamW(
+                model.parameters()
+            )  # frozen ones are in it, as many programs have it
             loop = make(tmp_path / str(number), model, optimizer=optimizer)
             loop.step()
             change(model)
@@ -165,27 +187,61 @@ class Spent(float):
 
 
 NO_RATES: dict[str, Any] = {
-    "None": None, "NaN": math.nan, "NaN of numpy": np.float64("nan"), "NaN of torch": torch.tensor(math.nan),
-    "infinity": math.inf, "a negative one": -5.0, "minus infinity": -math.inf, "a truth": True, "a truth of numpy": np.True_,
-    "a truth of torch": torch.tensor(True), "text": "0.1", "a complex one": 0.1j, "a list": [0.1], "a pair": (0.1, 0.2),
-    "an array": np.array([0.1]), "a tensor": torch.tensor([0.1]), "a complex tensor": torch.tensor(0.1j),
-    "a tensor without numbers": torch.zeros((), device="meta"), "a private value": Private(0.1), "an object": object(),
-    "above float32": 1e39, "above float32, of torch": torch.tensor(1e300, dtype=torch.float64), "above float64": 10**400,
-    "a number that raises": Raising(0.1), "a NaN that nobody can print": Unprinted("nan"), "a time": np.timedelta64(1, "s"),
-    "above what Python prints": 10**5000, "a fraction above float64": Fraction(10**400), "a NaN that signals": Decimal("sNaN"),
-}  # fmt: skip
+    "None": None,
+    "NaN": math.nan,
+    "NaN of numpy": np.float64("nan"),
+    "NaN of torch": torch.tensor(math.nan),
+    "infinity": math.inf,
+    "a negative one": -5.0,
+    "minus infinity": -math.inf,
+    "a truth": True,
+    "a truth of numpy": np.True_,
+    "a truth of torch": torch.tensor(True),
+    "text": "0.1",
+    "a complex one": 0.1j,
+    "a list": [0.1],
+    "a pair": (0.1, 0.2),
+    "an array": np.array([0.1]),
+    "a tensor": torch.tensor([0.1]),
+    "a complex tensor": torch.tensor(0.1j),
+    "a tensor without numbers": torch.zeros((), device="meta"),
+    "a private value": Private(0.1),
+    "an object": object(),
+    "above float32": 1e39,
+    "above float32, of torch": torch.tensor(1e300, dtype=torch.float64),
+    "above float64": 10**400,
+    "a number that raises": Raising(0.1),
+    "a NaN that nobody can print": Unprinted("nan"),
+    "a time": np.timedelta64(1, "s"),
+    "above what Python prints": 10**5000,
+    "a fraction above float64": Fraction(10**400),
+    "a NaN that signals": Decimal("sNaN"),
+}
 RATES: dict[str, Any] = {
-    "0": 0, "-0": -0.0, "1": 1, "what nobody can print": Unprinted(0.25), "0.25": 0.25,
-    "a fraction": Fraction(1, 4), "a decimal": Decimal("0.25"), "of numpy": np.float32(0.25),
-    "an integer of numpy": np.int64(1), "an array": np.array(0.25), "of torch": torch.tensor(0.25),
-    "in half precision": torch.tensor(0.25, dtype=torch.bfloat16), "with a gradient": torch.tensor(0.25, requires_grad=True),
-    "in a byte": torch.tensor(1, dtype=torch.uint8), "without a sign": torch.tensor(1, dtype=torch.uint16),
-    "in eight bits": torch.tensor(0.25).to(torch.float8_e4m3fn), "sparse": torch.tensor(0.25).to_sparse(),
-}  # fmt: skip
+    "0": 0,
+    "-0": -0.0,
+    "1": 1,
+    "what nobody can print": Unprinted(0.25),
+    "0.25": 0.25,
+    "a fraction": Fraction(1, 4),
+    "a decimal": Decimal("0.25"),
+    "of numpy": np.float32(0.25),
+    "an integer of numpy": np.int64(1),
+    "an array": np.array(0.25),
+    "of torch": torch.tensor(0.25),
+    "in half precision": torch.tensor(0.25, dtype=torch.bfloat16),
+    "with a gradient": torch.tensor(0.25, requires_grad=True),
+    "in a byte": torch.tensor(1, dtype=torch.uint8),
+    "without a sign": torch.tensor(1, dtype=torch.uint16),
+    "in eight bits": torch.tensor(0.25).to(torch.float8_e4m3fn),
+    "sparse": torch.tensor(0.25).to_sparse(),
+}
 
 
 @pytest.mark.parametrize("place", ["a function", "an argument", "the optimizer"])
-def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str, tmp_path: Path) -> None:
+def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(
+    place: str, tmp_path: Path
+) -> None:
     """Whatever a function of the caller returns at a step, and whatever a program writes into the optimizer's groups."""
 
     def run(name: str, value: Any) -> None:
@@ -205,11 +261,17 @@ def test_a_learning_rate_is_a_number_or_is_refused_before_the_charge(place: str,
         for number, (name, value) in enumerate(NO_RATES.items()):
             if place == "an argument" and value is None:
                 continue
-            with pytest.raises(PrivacyConfigError, match="learning rate is a finite number from 0 on") as refused:
+            with pytest.raises(
+                PrivacyConfigError, match="learning rate is a finite number from 0 on"
+            ) as refused:
                 run(f"no {number}", value)
             assert "\n" not in str(refused.value), name
             ledger = tmp_path / f"no {number}/ledger.jsonl"
-            assert (ledger_of(ledger.parent).num_charged == 1) if place != "an argument" else not ledger.exists(), name
+            assert (
+                (ledger_of(ledger.parent).num_charged == 1)
+                if place != "an argument"
+                else not ledger.exists()
+            ), name
         for number, value in enumerate(RATES.values()):
             run(f"yes {number}", value)
 
@@ -234,15 +296,29 @@ def test_a_rate_that_changes_from_look_to_look_is_refused_before_a_charge_or_not
 
 
 SCHEDULES: dict[str, tuple[Any, str]] = {
-    "raises": (lambda step: 1 / (2 - step), "the last step is charged and done, .*ZeroDivisionError.*mend the scheduler"),
-    "text": (lambda step: 1 if step < 2 else "x", "the last step is charged and done, .*TypeError.*mend the scheduler"),
-    "NaN": (lambda step: 1 if step < 2 else math.nan, "is nan, and a learning rate is a finite number"),
-    "a negative one": (lambda step: 1 if step < 2 else -1, "is -0.5, and a learning rate is a finite number"),
-}  # fmt: skip
+    "raises": (
+        lambda step: 1 / (2 - step),
+        "the last step is charged and done, .*ZeroDivisionError.*mend the scheduler",
+    ),
+    "text": (
+        lambda step: 1 if step < 2 else "x",
+        "the last step is charged and done, .*TypeError.*mend the scheduler",
+    ),
+    "NaN": (
+        lambda step: 1 if step < 2 else math.nan,
+        "is nan, and a learning rate is a finite number",
+    ),
+    "a negative one": (
+        lambda step: 1 if step < 2 else -1,
+        "is -0.5, and a learning rate is a finite number",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_scheduler_that_fails_after_a_step_leaves_the_step_done_and_saved(name: str, tmp_path: Path) -> None:
+def test_a_scheduler_that_fails_after_a_step_leaves_the_step_done_and_saved(
+    name: str, tmp_path: Path
+) -> None:
     schedule, line = SCHEDULES[name]
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -266,21 +342,35 @@ class Unready(torch.utils._python_dispatch.TorchDispatchMode):
 
 LEFT_ON: dict[str, tuple[Callable[[Any, contextlib.ExitStack], object], str]] = {
     "a device without numbers": (
-        lambda loop, left: left.enter_context(torch.device("meta")), r"set_default_device\(.meta.\) is on",
+        lambda loop, left: left.enter_context(torch.device("meta")),
+        r"set_default_device\(.meta.\) is on",
     ),
-    "fake tensors": (lambda loop, left: left.enter_context(FakeTensorMode()), "nothing is charged .*AssertionError"),
-    "a mode that raises": (lambda loop, left: left.enter_context(Unready()), "nothing is charged .*LookupError"),
+    "fake tensors": (
+        lambda loop, left: left.enter_context(FakeTensorMode()),
+        "nothing is charged .*AssertionError",
+    ),
+    "a mode that raises": (
+        lambda loop, left: left.enter_context(Unready()),
+        "nothing is charged .*LookupError",
+    ),
     "another class of the optimizer": (
-        lambda loop, left: setattr(loop._engine.optimizer, "__class__", torch.optim.Adam), "nothing is charged .*KeyError",
+        lambda loop, left: setattr(loop._engine.optimizer, "__class__", torch.optim.Adam),
+        "nothing is charged .*KeyError",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LEFT_ON)
-def test_what_raises_at_the_look_before_a_step_is_said_in_one_line(name: str, tmp_path: Path) -> None:
+def test_what_raises_at_the_look_before_a_step_is_said_in_one_line(
+    name: str, tmp_path: Path
+) -> None:
     leave_on, line = LEFT_ON[name]
     optimizer = torch.optim.SGD((model := net()).parameters(), lr=0.5, momentum=0.9)
-    with quick(), make(tmp_path, model, optimizer=optimizer) as loop, contextlib.ExitStack() as left:
+    with (
+        quick(),
+        make(tmp_path, model, optimizer=optimizer) as loop,
+        contextlib.ExitStack() as left,
+    ):
         loop.step()
         leave_on(loop, left)
         with pytest.raises(PrivacyConfigError, match=line) as refused:
@@ -290,10 +380,19 @@ def test_what_raises_at_the_look_before_a_step_is_said_in_one_line(name: str, tm
     assert ledger_of(tmp_path).num_charged == 1
 
 
-def test_a_loop_whose_files_somebody_has_closed_ends_in_the_error_of_its_step(tmp_path: Path) -> None:
-    with quick(), pytest.raises(PrivacyStateRefused, match="Bad file descriptor"), make(tmp_path) as loop:  # noqa: PT012
+def test_a_loop_whose_files_somebody_has_closed_ends_in_the_error_of_its_step(
+    tmp_path: Path,
+) -> None:
+    with (  # noqa: PT012
+        quick(),
+        pytest.raises(PrivacyStateRefused, match="Bad file descriptor"),
+        make(tmp_path) as loop,
+    ):
         loop.step()
-        for descriptor in (loop._run.folder._lock, *(file._descriptor for file in loop._ledger._ledger._chain._files)):
+        for descriptor in (
+            loop._run.folder._lock,
+            *(file._descriptor for file in loop._ledger._ledger._chain._files),
+        ):
             os.close(descriptor)
         loop.step()
     assert ledger_of(tmp_path).num_charged == 1
@@ -303,11 +402,16 @@ def stepped(engine: OwnEngine, noised: Tensor) -> None:
     """One step of an engine from the first of these noised coordinates."""
     pieces = engine.layout.owned_by(0)
     values = noised.double()[: engine.layout.count(0)].split([piece.length for piece in pieces])
-    engine.step([GradShard(p.name, p.offset, x.clone()) for p, x in zip(pieces, values, strict=True)], lr=0.1)
+    engine.step(
+        [GradShard(p.name, p.offset, x.clone()) for p, x in zip(pieces, values, strict=True)],
+        lr=0.1,
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_a_rate_is_the_number_that_it_says_whatever_it_is_made_of_and_stays_the_callers(kind: Any) -> None:
+def test_a_rate_is_the_number_that_it_says_whatever_it_is_made_of_and_stays_the_callers(
+    kind: Any,
+) -> None:
     def ends(rate: Any) -> Tensor:
         model = net()
         engine = OwnEngine(model, optimizer := kind(model.parameters(), lr=0.5))
@@ -319,7 +423,9 @@ def test_a_rate_is_the_number_that_it_says_whatever_it_is_made_of_and_stays_the_
         return weights(model)
 
     for rate in RATES.values():
-        assert torch.equal(ends(float(rate.detach() if isinstance(rate, Tensor) else rate)), ends(rate))
+        assert torch.equal(
+            ends(float(rate.detach() if isinstance(rate, Tensor) else rate)), ends(rate)
+        )
 
 
 CHANGED: dict[str, tuple[dict[str, Any], str | None]] = {
@@ -330,7 +436,10 @@ CHANGED: dict[str, tuple[dict[str, Any], str | None]] = {
     "what the state lacks": ({"amsgrad": True}, "takes no step|keeps 'max_exp_avg_sq'"),
     "for another device": ({"capturable": True}, "takes no step"),
     "no parameters": ({"params": []}, "has to hold the model's trainable parameters"),
-    "other parameters": ({"params": [nn.Parameter(torch.zeros(2))]}, "has to hold the model's trainable parameters"),
+    "other parameters": (
+        {"params": [nn.Parameter(torch.zeros(2))]},
+        "has to hold the model's trainable parameters",
+    ),
     "a list of two": ({"betas": [0.8, 0.9]}, None),
     "an integer": ({"weight_decay": 1}, None),
     "a tensor": ({"weight_decay": torch.tensor(0.5)}, None),
@@ -338,12 +447,19 @@ CHANGED: dict[str, tuple[dict[str, Any], str | None]] = {
     "one kernel": ({"fused": True, "foreach": False}, None),
     "uphill": ({"maximize": True}, None),
     "a key of a scheduler": ({"initial_lr": 0.1}, None),
-}  # fmt: skip
+}
 
 
-def test_settings_with_which_a_step_would_fail_are_refused_before_the_charge(tmp_path: Path) -> None:
+def test_settings_with_which_a_step_would_fail_are_refused_before_the_charge(
+    tmp_path: Path,
+) -> None:
     """Before the first step, when the state is empty, and after it; one loop goes on through all of them."""
-    with quick(), make(tmp_path, model := net(), optimizer=torch.optim.Adam(model.parameters()), num_steps=9) as loop:
+    with (
+        quick(),
+        make(
+            tmp_path, model := net(), optimizer=torch.optim.Adam(model.parameters()), num_steps=9
+        ) as loop,
+    ):
         groups = loop._engine.optimizer.param_groups
         group, taken = groups[0], 0
         for _ in range(2):
@@ -358,7 +474,10 @@ def test_settings_with_which_a_step_would_fail_are_refused_before_the_charge(tmp
                     assert "\n" not in str(refused.value), name
                 group.clear()
                 group.update(before)
-            for break_it, said in ((lambda: group.pop("lr"), "takes no step"), (lambda: groups.clear(), "has to hold")):
+            for break_it, said in (
+                (lambda: group.pop("lr"), "takes no step"),
+                (lambda: groups.clear(), "has to hold"),
+            ):
                 before = dict(group)
                 break_it()
                 with pytest.raises(PrivacyConfigError, match=said):
@@ -369,7 +488,9 @@ def test_settings_with_which_a_step_would_fail_are_refused_before_the_charge(tmp
     assert taken == ledger_of(tmp_path).num_charged == 9
 
 
-def test_momentum_that_checkpoints_have_no_place_for_is_refused_before_the_charge(tmp_path: Path) -> None:
+def test_momentum_that_checkpoints_have_no_place_for_is_refused_before_the_charge(
+    tmp_path: Path,
+) -> None:
     with quick(), make(tmp_path) as loop:
         loop._engine.optimizer.param_groups[0]["momentum"] = 0.9
         with pytest.raises(PrivacyConfigError, match="keeps 'momentum_buffer' with it"):
@@ -408,7 +529,10 @@ def test_noised_sums_reach_weights_moments_and_checkpoints_by_logical_index_what
     layout: str, kind: str
 ) -> None:
     """To the bit, whether the layout is changed before the first step or between two, and from a state to a new engine."""
-    noised = [torch.randn(200, generator=torch.Generator().manual_seed(step)).double() for step in range(3)]
+    noised = [
+        torch.randn(200, generator=torch.Generator().manual_seed(step)).double()
+        for step in range(3)
+    ]
 
     def run(*, change_at: int | None) -> tuple[Tensor, dict[Any, Any], OwnEngine]:
         model = convolution()
@@ -423,7 +547,10 @@ def test_noised_sums_reach_weights_moments_and_checkpoints_by_logical_index_what
         return weights(model), {piece: dict(tensors) for piece, tensors in engine.state()}, engine
 
     if (layout, kind) == ("with gaps", "fused"):
-        with pytest.raises(PrivacyConfigError, match=r"^0\.weight is a part of other memory, .* leave fused=True out"):
+        with pytest.raises(
+            PrivacyConfigError,
+            match=r"^0\.weight is a part of other memory, .* leave fused=True out",
+        ):
             run(change_at=0)
         with pytest.raises(PrivacyConfigError, match="leave fused=True out"):
             run(change_at=1)
@@ -433,13 +560,19 @@ def test_noised_sums_reach_weights_moments_and_checkpoints_by_logical_index_what
         strided_ends, strided_state, engine = run(change_at=change_at)
         assert not all(p.is_contiguous() for p in engine.module.parameters())
         assert torch.equal(ends, strided_ends)
-        assert all(torch.equal(x, strided_state[piece][key]) for piece, xs in state.items() for key, x in xs.items())
+        assert all(
+            torch.equal(x, strided_state[piece][key])
+            for piece, xs in state.items()
+            for key, x in xs.items()
+        )
     model = convolution()
     LAYOUTS[layout](model)
     again = OwnEngine(model, KINDS[kind](model.parameters()))
     again.load_state(state, num_steps=3)
     assert torch.equal(weights(model), ends)
-    assert all(torch.equal(x, state[piece][key]) for piece, xs in again.state() for key, x in xs.items())
+    assert all(
+        torch.equal(x, state[piece][key]) for piece, xs in again.state() for key, x in xs.items()
+    )
 
 
 @pytest.mark.parametrize("layout", ["transposed", "with gaps"])
@@ -467,7 +600,9 @@ def test_a_loop_trains_and_resumes_weights_of_any_strides(layout: str, tmp_path:
         assert torch.allclose(plain, run("between turns", 2, 5), atol=1e-6)
 
 
-def test_trained_weights_that_share_a_place_in_memory_are_refused_before_a_charge(tmp_path: Path) -> None:
+def test_trained_weights_that_share_a_place_in_memory_are_refused_before_a_charge(
+    tmp_path: Path,
+) -> None:
     def expand(model: Any) -> None:
         model[2].bias.data = torch.zeros(1).expand(K)
 
@@ -496,7 +631,10 @@ FIXED: dict[str, tuple[Callable[[], Tensor], str | None]] = {
     "sparse": (lambda: torch.eye(3).to_sparse(), "is sparse"),
     "sparse rows": (lambda: torch.eye(3).to_sparse_csr(), "is sparse"),
     "nested": (nested, "is nested"),
-    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "is quantized"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "is quantized",
+    ),
     "bits": (lambda: torch.ones(4, dtype=torch.uint8).view(torch.bits8), "is of torch.bits8"),
     "conjugate": (lambda: torch.ones(3, dtype=torch.complex64).conj(), None),
     "negative": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, None),
@@ -527,7 +665,9 @@ def test_a_fixed_tensor_that_nobody_can_compare_is_refused_by_its_name_and_any_o
     with quick():
         for name, (make_tensor, said) in refused.items():
             give(model := net(), "fixed", make_tensor())
-            with pytest.raises(PrivacyConfigError, match=f"^fixed {said}, .* keep it dense") as error:
+            with pytest.raises(
+                PrivacyConfigError, match=f"^fixed {said}, .* keep it dense"
+            ) as error:
                 make(tmp_path / "refused", model)
             assert "\n" not in str(error.value), name
         model = net()
@@ -547,7 +687,10 @@ def test_a_fixed_tensor_that_nobody_can_compare_is_refused_by_its_name_and_any_o
 
 
 def test_a_setting_that_is_no_number_is_refused_before_the_charge(tmp_path: Path) -> None:
-    with quick(), make(tmp_path, model := net(), optimizer=torch.optim.AdamW(model.parameters())) as loop:
+    with (
+        quick(),
+        make(tmp_path, model := net(), optimizer=torch.optim.AdamW(model.parameters())) as loop,
+    ):
         loop.step()
         loop._engine.optimizer.param_groups[0]["weight_decay"] = math.nan
         with pytest.raises(PrivacyConfigError, match=r"NaN in param_groups\.0\.weight_decay"):
@@ -561,13 +704,18 @@ def test_frozen_weights_are_looked_at_where_torch_saw_a_write_and_in_turn(
     """Of a large model one tensor is hashed before each step: a write is found at once, one through `.data` in its turn."""
     monkeypatch.setattr("privacy.loop.engine.LOOKED_OVER", 1)
     hashed: list[list[str]] = []
-    monkeypatch.setattr("privacy.loop.engine.fingerprint", lambda x: (hashed.append(list(x)), fingerprint(x))[1])
+    monkeypatch.setattr(
+        "privacy.loop.engine.fingerprint", lambda x: (hashed.append(list(x)), fingerprint(x))[1]
+    )
     with quick(), make(tmp_path / "run", model := Shifted(), num_steps=12) as loop:
         fixed = [{"fixed.weight"}, {"fixed.bias"}, {"mean"}, {"fixed.seen"}]
         hashed.clear()
         for _ in range(5):
             loop.step()
-        assert [set(names) for names in hashed if names and set(names) <= set().union(*fixed)] == [*fixed, fixed[0]]
+        assert [set(names) for names in hashed if names and set(names) <= set().union(*fixed)] == [
+            *fixed,
+            fixed[0],
+        ]
         with torch.no_grad():
             model.mean.add_(1)
         with pytest.raises(PrivacyConfigError, match=r"changed since the loop was made \(mean\)"):
@@ -620,8 +768,12 @@ class Remembers(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", [pytest.param(torch.optim.SGD, marks=pytest.mark.full), Remembers])
-@pytest.mark.parametrize("place", ["between", "before the end", "saved", "at the end", "finished", "in the loss"])
-def test_a_step_by_hand_is_refused_before_it_changes_anything(kind: Any, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "place", ["between", "before the end", "saved", "at the end", "finished", "in the loss"]
+)
+def test_a_step_by_hand_is_refused_before_it_changes_anything(
+    kind: Any, place: str, tmp_path: Path
+) -> None:
     """Also where no other look at the weights would come: after the last step, and beside a checkpoint that is written."""
     model, is_late = net(), [False]
     optimizer = kind(model.parameters())
@@ -629,7 +781,9 @@ def test_a_step_by_hand_is_refused_before_it_changes_anything(kind: Any, place: 
     def by_hand() -> None:
         before = fingerprint(dict(model.named_parameters())), str(optimizer.state_dict())
         model(torch.ones(1, D)).sum().backward()
-        with pytest.raises(PrivacyConfigError, match=r"^optimizer\.step\(\) was called by hand: [^\n]*$"):
+        with pytest.raises(
+            PrivacyConfigError, match=r"^optimizer\.step\(\) was called by hand: [^\n]*$"
+        ):
             optimizer.step()
         optimizer.zero_grad()
         assert before == (fingerprint(dict(model.named_parameters())), str(optimizer.state_dict()))
@@ -725,7 +879,9 @@ COUNTS: list[Callable[[Any], object]] = [
 
 
 @pytest.mark.parametrize("count", COUNTS, ids=["attribute", "group", "state"])
-def test_optimizers_that_a_resume_would_not_restore_are_refused(count: Callable[[Any], object], tmp_path: Path) -> None:
+def test_optimizers_that_a_resume_would_not_restore_are_refused(
+    count: Callable[[Any], object], tmp_path: Path
+) -> None:
     class Counts(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             count(self)

@@ -19,12 +19,24 @@ from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, qu
 pytestmark = pytest.mark.usefixtures("trusted_models")
 
 OF_TORCH = sorted(
-    (kind for kind in vars(torch.optim).values() if isinstance(kind, type) and kind is not torch.optim.Optimizer),
+    (
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and kind is not torch.optim.Optimizer
+    ),
     key=lambda kind: kind.__name__,
 )
 QUICK = (
     *("Adam", "LBFGS", "Muon", "SGD", "SparseAdam", "warm-up", "rate as a tensor"),
-    *("rate", "key of its own", "attribute", "hook before", "another step", "state of nothing", "number in the state"),
+    *(
+        "rate",
+        "key of its own",
+        "attribute",
+        "hook before",
+        "another step",
+        "state of nothing",
+        "number in the state",
+    ),
 )
 """What `make test` tries of the tables below."""
 
@@ -33,7 +45,11 @@ def tried(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in names]
 
 
-UNFIT = {"LBFGS": "needs no closure", "SparseAdam": "needs no closure", "Adafactor": "keeps 'row_var'"}
+UNFIT = {
+    "LBFGS": "needs no closure",
+    "SparseAdam": "needs no closure",
+    "Adafactor": "keeps 'row_var'",
+}
 
 
 def bare() -> nn.Module:
@@ -53,7 +69,9 @@ def gradients(model: nn.Module, *, sparse: bool = False) -> None:
 
 
 @pytest.mark.parametrize("name", tried(kind.__name__ for kind in OF_TORCH))
-def test_every_optimizer_of_torch_is_taken_new_and_refused_after_a_step_of_its_own(name: str, tmp_path: Path) -> None:
+def test_every_optimizer_of_torch_is_taken_new_and_refused_after_a_step_of_its_own(
+    name: str, tmp_path: Path
+) -> None:
     kind = getattr(torch.optim, name)
     with quick():
         stepped = bare()
@@ -70,7 +88,10 @@ def test_every_optimizer_of_torch_is_taken_new_and_refused_after_a_step_of_its_o
             return
         with make(tmp_path / "new", model, optimizer=of(kind, model), num_steps=2) as loop:
             list(loop)
-    assert not (tmp_path / "stepped/ledger.jsonl").exists() and ledger_of(tmp_path / "new").num_charged == 2
+    assert (
+        not (tmp_path / "stepped/ledger.jsonl").exists()
+        and ledger_of(tmp_path / "new").num_charged == 2
+    )
 
 
 def test_the_step_that_was_a_gradient_without_noise_is_none(tmp_path: Path) -> None:
@@ -82,12 +103,16 @@ def test_the_step_that_was_a_gradient_without_noise_is_none(tmp_path: Path) -> N
         graded[1].fixed.grad = torch.ones(3)
         for name, model in (("plain", plain), ("graded", graded)):
             with make(
-                tmp_path / name, model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+                tmp_path / name,
+                model,
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
             ) as loop:
                 loop.step()
     assert all(p.grad is None for p in graded.parameters())
     assert not graded[1].fixed.any()
-    for a, b in zip(plain.parameters(), [*graded[0].parameters(), *graded[2].parameters()], strict=True):
+    for a, b in zip(
+        plain.parameters(), [*graded[0].parameters(), *graded[2].parameters()], strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -110,9 +135,13 @@ SAID = "optimizer has taken steps already|optimizer has more than one number|opt
 
 
 @pytest.mark.parametrize("place", tried(PLACES))
-def test_what_could_hold_a_gradient_is_refused_at_the_start_and_between_steps(place: str, tmp_path: Path) -> None:
+def test_what_could_hold_a_gradient_is_refused_at_the_start_and_between_steps(
+    place: str, tmp_path: Path
+) -> None:
     def adam(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+        return torch.optim.Adam(
+            [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1
+        )
 
     model = net()
     optimizer = adam(model)
@@ -130,7 +159,9 @@ def test_what_could_hold_a_gradient_is_refused_at_the_start_and_between_steps(pl
     assert ledger_of(tmp_path / "run").num_charged == 1
 
 
-def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(tmp_path: Path) -> None:
+def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(
+    tmp_path: Path,
+) -> None:
     def loaded(optimizer: Any, before: Any) -> None:
         before["state"] = copy.deepcopy(optimizer.state_dict()["state"])
         before["state"][0]["exp_avg"] += 1
@@ -138,7 +169,9 @@ def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(t
 
     changes: dict[str, Callable[[Any, Any], object]] = {
         "in place": lambda o, _: o.state[o.param_groups[0]["params"][1]]["exp_avg"].data.add_(1),
-        "exchanged": lambda o, _: o.state[o.param_groups[0]["params"][1]].update(exp_avg=torch.zeros(5)),
+        "exchanged": lambda o, _: o.state[o.param_groups[0]["params"][1]].update(
+            exp_avg=torch.zeros(5)
+        ),
         "a count": lambda o, _: o.state[o.param_groups[0]["params"][1]]["step"].add_(1),
         "emptied": lambda o, _: o.state.clear(),
         "loaded": loaded,
@@ -146,7 +179,12 @@ def test_a_state_that_is_changed_in_place_loaded_or_stepped_elsewhere_is_found(t
 
     def opened(name: str) -> Any:
         model = net()
-        return make(tmp_path / name, model, optimizer=torch.optim.Adam(model.parameters(), lr=0.1), save_every=1)
+        return make(
+            tmp_path / name,
+            model,
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.1),
+            save_every=1,
+        )
 
     with quick():
         for name, change in changes.items():
@@ -195,7 +233,10 @@ def test_what_is_registered_goes_on_over_a_stop_to_the_bit(schedule: str, tmp_pa
             decayed = {"params": [model[0].weight, model[2].weight], "weight_decay": 0.1}
             rest = {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0}
             optimizer = torch.optim.AdamW([decayed, rest], lr=0.05)
-            scheduler, average = SCHEDULERS[schedule](optimizer) if before else None, WeightAverage(0.8)
+            scheduler, average = (
+                SCHEDULERS[schedule](optimizer) if before else None,
+                WeightAverage(0.8),
+            )
             with make(tmp_path / name, model, optimizer=optimizer, save_every=1) as loop:
                 loop.register(scheduler or SCHEDULERS[schedule](optimizer), average)
                 for step in loop:
@@ -212,7 +253,9 @@ def test_what_is_registered_goes_on_over_a_stop_to_the_bit(schedule: str, tmp_pa
         for name, before in (("before", True), ("inside", False)):
             rates, ends, averaged = run(name, 4, before=before)
             assert rates == pytest.approx(whole[0]) and len(set(rates)) > 1
-            assert torch.allclose(ends, whole[1], atol=1e-7) and torch.allclose(averaged, whole[2], atol=1e-7)
+            assert torch.allclose(ends, whole[1], atol=1e-7) and torch.allclose(
+                averaged, whole[2], atol=1e-7
+            )
 
 
 def test_what_cannot_be_kept_is_not_registered(tmp_path: Path) -> None:
@@ -221,11 +264,16 @@ def test_what_cannot_be_kept_is_not_registered(tmp_path: Path) -> None:
         moved = lr_scheduler.StepLR(optimizer, 5)
         moved.step()
         for thing in (moved, lr_scheduler.StepLR(of(torch.optim.SGD, net()), 5)):
-            with pytest.raises(PrivacyConfigError, match="a new scheduler, of the optimizer that the loop was given"):
+            with pytest.raises(
+                PrivacyConfigError,
+                match="a new scheduler, of the optimizer that the loop was given",
+            ):
                 loop.register(thing)
         loop.register(WeightAverage(0.9))
         for other in (lr_scheduler.ReduceLROnPlateau(optimizer), WeightAverage(0.9), print):
-            with pytest.raises(PrivacyConfigError, match=f"{type(other).__name__} cannot be registered"):
+            with pytest.raises(
+                PrivacyConfigError, match=f"{type(other).__name__} cannot be registered"
+            ):
                 loop.register(other)  # type: ignore[arg-type]
         loop.step()
         with pytest.raises(PrivacyConfigError, match="before the first step"):
@@ -292,7 +340,9 @@ def test_a_registered_scheduler_is_said_nothing_about_at_a_resume(
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("place", ["between", "in the loss", "before the first step", "a part of it"])
+@pytest.mark.parametrize(
+    "place", ["between", "in the loss", "before the first step", "a part of it"]
+)
 def test_a_registered_scheduler_that_is_moved_by_hand_too_is_refused_before_a_charge(
     place: str, tmp_path: Path
 ) -> None:
@@ -318,7 +368,8 @@ def test_a_registered_scheduler_that_is_moved_by_hand_too_is_refused_before_a_ch
         else:
             part.step()
         with pytest.raises(
-            PrivacyConfigError, match=f"^{type(scheduler).__name__} is registered, .* remove scheduler.step"
+            PrivacyConfigError,
+            match=f"^{type(scheduler).__name__} is registered, .* remove scheduler.step",
         ):
             loop.step()
     assert ledger_of(tmp_path / "run").num_charged == taken

@@ -15,7 +15,9 @@ from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.loop.own import D, K, cross_entropy, net, rows, weights
 
 
-def rank_loop(device: torch.device, run_dir: Path, extra_items: int = 0) -> tuple[Any, float, float] | str:
+def rank_loop(
+    device: torch.device, run_dir: Path, extra_items: int = 0
+) -> tuple[Any, float, float] | str:
     """Weights, epsilon and delta at the end, or the refusal. Ranks begin with different weights: those of rank 0 count.
 
     So do their buffers, whatever their dtype and strides.
@@ -24,15 +26,26 @@ def rank_loop(device: torch.device, run_dir: Path, extra_items: int = 0) -> tupl
     model, data = net(seed=rank), rows(60 + rank * extra_items)
     weight = next(model.parameters())
     weight.data = weight.data.t().contiguous().t()
-    for number, dtype in enumerate((torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64)):
+    for number, dtype in enumerate(
+        (torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64)
+    ):
         model.register_buffer(f"fixed_{number}", torch.full((2, 3), rank).to(dtype).t())
     model.register_buffer("expanded", torch.full((1,), float(rank)).expand(4))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     try:
         with PrivateLoop(
-            model, optimizer, data, loss=cross_entropy(model), example=(floats(D), integers(K)), run_dir=run_dir,
-            expected_batch_size=15, num_steps=6, noise_multiplier=4.0, micro_batch_size=4, save_every=2,
-        ) as loop:  # fmt: skip
+            model,
+            optimizer,
+            data,
+            loss=cross_entropy(model),
+            example=(floats(D), integers(K)),
+            run_dir=run_dir,
+            expected_batch_size=15,
+            num_steps=6,
+            noise_multiplier=4.0,
+            micro_batch_size=4,
+            save_every=2,
+        ) as loop:
             for _ in loop:
                 pass
     except PrivacyConfigError as error:
@@ -49,7 +62,9 @@ def test_two_ranks_take_the_same_steps_and_one_resumes_them(tmp_path: Path) -> N
     code, found = verify.verify(tmp_path / "run", None)
     charged, recounted = recompute(tmp_path / "run/ledger.jsonl")
     assert (code, charged, found["delta"]) == (0, 6, delta)
-    assert epsilon == pytest.approx(found["epsilon"], rel=1e-9) and epsilon == pytest.approx(recounted, rel=2e-3)
+    assert epsilon == pytest.approx(found["epsilon"], rel=1e-9) and epsilon == pytest.approx(
+        recounted, rel=2e-3
+    )
     assert run_ranks(f"{__name__}:rank_loop", 1, run_dir=tmp_path / "run") == [first]
 
 

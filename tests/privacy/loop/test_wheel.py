@@ -41,7 +41,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("hatchling builds the wheel: the extra dev")
     folder = tmp_path_factory.mktemp("wheel")
     build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
-    said = subprocess.check_output([sys.executable, "-c", build, str(folder)], cwd=ROOT, text=True, timeout=120)
+    said = subprocess.check_output(
+        [sys.executable, "-c", build, str(folder)], cwd=ROOT, text=True, timeout=120
+    )
     return folder / said.splitlines()[-1]
 
 
@@ -65,5 +67,7 @@ def test_the_wheel_trains_resumes_and_judges_in_another_folder(wheel: Path, tmp_
     for leaves in (True, False):
         program = PROGRAM.format(folder=str(installed), leaves=leaves)
         command = [sys.executable, "-c", program]
-        said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True, timeout=280)
+        said = subprocess.check_output(
+            command, cwd=tmp_path, env=environment, text=True, timeout=280
+        )
     assert said.splitlines()[-1] == "no trainer: True" and "verify: consistent" in said

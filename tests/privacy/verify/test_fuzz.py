@@ -15,13 +15,44 @@ from tests.privacy.published import rewrite
 
 DEEP = "[" * 100_000 + "]" * 100_000
 ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 2**63, 10**38, 10**400, -(10**400), 0.5, -0.0, 1e308, 1e-320, "", "x", "\x00\x1b[31m\u202e",
-    "9" * 5000, [], [[]], {}, {"a": 1}, [None] * 50, "ab" * 32, ["gradient"], {"name": 1}, "../../etc/passwd", "\ud800",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**63,
+    10**38,
+    10**400,
+    -(10**400),
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    "",
+    "x",
+    "\x00\x1b[31m\u202e",
+    "9" * 5000,
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    [None] * 50,
+    "ab" * 32,
+    ["gradient"],
+    {"name": 1},
+    "../../etc/passwd",
+    "\ud800",
+]
 PLACES = [
-    "ledger.jsonl", "config.toml", "metrics.jsonl", "report/privacy_card.json", "checkpoints/step-00000004/manifest.json",
-    "head.json", "behind/ledger-1.jsonl",
-]  # fmt: skip
+    "ledger.jsonl",
+    "config.toml",
+    "metrics.jsonl",
+    "report/privacy_card.json",
+    "checkpoints/step-00000004/manifest.json",
+    "head.json",
+    "behind/ledger-1.jsonl",
+]
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +102,21 @@ def disturb(folder: Path, rng: random.Random) -> None:
         data = bytearray(place.read_bytes())
         for _ in range(rng.randrange(1, 6)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        place.write_bytes(bytes(data[: rng.randrange(1, len(data))] if rng.random() < 0.3 else data))
+        place.write_bytes(
+            bytes(data[: rng.randrange(1, len(data))] if rng.random() < 0.3 else data)
+        )
     elif kind == 1:  # another thing than a file
         place.unlink()
-        rng.choice([
-            lambda: place.symlink_to("/dev/zero"), lambda: place.symlink_to(folder / "verify.py"), lambda: os.mkfifo(place),
-            place.mkdir, lambda: place.symlink_to(place), lambda: place.touch(),
-        ])()  # fmt: skip
+        rng.choice(
+            [
+                lambda: place.symlink_to("/dev/zero"),
+                lambda: place.symlink_to(folder / "verify.py"),
+                lambda: os.mkfifo(place),
+                place.mkdir,
+                lambda: place.symlink_to(place),
+                lambda: place.touch(),
+            ]
+        )()
     elif kind == 2:  # far too large, deep or long
         what = rng.randrange(3)
         if what == 0:
@@ -89,8 +128,22 @@ def disturb(folder: Path, rng: random.Random) -> None:
     elif kind == 4 and place.suffix == ".toml":
         lines = place.read_text().splitlines()
         name = rng.choice(lines).partition(" = ")[0]
-        value = rng.choice(["nan", "inf", "9" * 400, "[[[[]]]]", "1979-05-27", '"x"', "true", "{ a = 1 }", DEEP[:2000]])
-        place.write_text("\n".join(f"{name} = {value}" if line.startswith(name) else line for line in lines))
+        value = rng.choice(
+            [
+                "nan",
+                "inf",
+                "9" * 400,
+                "[[[[]]]]",
+                "1979-05-27",
+                '"x"',
+                "true",
+                "{ a = 1 }",
+                DEEP[:2000],
+            ]
+        )
+        place.write_text(
+            "\n".join(f"{name} = {value}" if line.startswith(name) else line for line in lines)
+        )
     else:  # records that are chained again
 
         def odd(records: list[dict[str, Any]]) -> None:
@@ -104,7 +157,9 @@ def disturb(folder: Path, rng: random.Random) -> None:
                 records[number] = record
 
         if rng.random() < 0.5:
-            lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()]
+            lines = [
+                json.loads(line) for line in (folder / "ledger.jsonl").read_bytes().splitlines()
+            ]
             odd(lines)
             (folder / "ledger.jsonl").write_bytes(rechained(lines))
         else:
@@ -115,7 +170,9 @@ def disturb(folder: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seeds", [range(15), pytest.param(range(1000, 2500), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "seeds", [range(15), pytest.param(range(1000, 2500), marks=pytest.mark.full)], ids=str
+)
 def test_a_disturbed_folder_ends_in_a_verdict_or_in_one_line(
     seeds: range, stuffed: Path, tmp_path: Path, capsys: Any
 ) -> None:
