@@ -1,9 +1,10 @@
 """The measures of the code's size and shape, of a small project that is made here."""
 
+import ast
 import subprocess
 from pathlib import Path
 
-from tools.house import measure
+from tools.house import measure, measure_text
 
 FILES = {
     "privacy/verify.py": '"""Says."""\n\nX = 1  # why\n# one\n',
@@ -59,3 +60,22 @@ def test_what_counts(tmp_path: Path) -> None:
         "trainer/config": 8,
     }
     assert measured["lines_per_room"] == rooms
+
+
+def test_measures_that_a_formatter_does_not_move() -> None:
+    text = """
+def outer(found):
+    def inner():
+        return (lambda: found)()
+    a, b = inner, 1
+    total = sum([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19])
+    return total
+"""
+    measured = measure_text([ast.parse(text)], code=6)
+    expressions = 3 + 6 + 23 + 1  # in the order of the lines
+    assert measured["statements"] == 6 and measured["closures"] == measured["lambdas"] == 1
+    assert measured["expressions_and_statements_per_statement"] == round(1 + expressions / 6, 2)
+    assert measured["percent_of_simple_statements_with_over_20_expressions"] == 25
+    assert measured["percent_of_names_that_are_no_nouns"] == 25
+    assert measured["names_that_are_no_nouns"] == {"found": 1}
+    assert measured["tuple_assignments_per_1000_lines"] == round(1000 / 6, 1)
