@@ -353,5 +353,5 @@ def rank_page(device: torch.device, folder: str) -> str:
 @pytest.mark.full
 def test_the_program_of_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(f"{__name__}:rank_page", 2, folder=str(tmp_path))
-    code, found = verify.verify(tmp_path / "runs/mine", None)
+    code, found = verify.verify(tmp_path / "runs/loop", None)
     assert code == 0 and found["epsilon"] == pytest.approx(1.3183, abs=1e-3)

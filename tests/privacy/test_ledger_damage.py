@@ -78,6 +78,7 @@ MAY_LACK = {
     "restarted_from_step_0",
     "informal_runs",
     "mirror",
+    "noise_kind",  # ledgers of version 0.1 lack it
 }
 OPTIONAL = {
     "target_epsilon",

@@ -102,11 +102,6 @@ def one_step_more(value: Any, place: Place) -> Any:
     return (np.rint(value * place.batch_size / place.step) + 1) * place.step / place.batch_size
 
 
-def six_roundings_more(value: Any, place: Place) -> Any:
-    """In single precision."""
-    return value + abs(value) * 6 * 2.0**-23 + 2.0**-149
-
-
 def rows(*kept: int | slice) -> Callable[[Noted, Place, int], None]:
     """Some of the members, in another order, each with its key."""
 
@@ -120,6 +115,14 @@ def rows(*kept: int | slice) -> Callable[[Noted, Place, int], None]:
 def another_member(noted: Noted, place: Place, index: int) -> None:
     other = next(number for number in range(len(noted["ids"]) + 1) if number not in noted["ids"])
     noted["ids"] = np.array([other, *noted["ids"][1:]])
+
+
+def six_roundings_more(noted: Noted, place: Place, index: int) -> None:
+    """In single precision, of the larger of the weights before and after the step."""
+    size = max(abs(noted["before"][index]), abs(noted["after"][index]))
+    put("after", lambda weight, place: weight + size * 6 * 2.0**-23 + 2.0**-149)(
+        noted, place, index
+    )
 
 
 def a_hair_less(noted: Noted, place: Place, index: int) -> None:
@@ -138,8 +141,8 @@ CHANGES = [
     Change("silent", "the other", lambda noted, *_: noted.update(silent=not noted["silent"])),
     Change("before", "the least", put("before", up), "quiet"),
     Change("after", "the least", put("after", up), "quiet"),
-    Change("after", "six roundings", put("after", six_roundings_more), "quiet"),
-    Change("after", "six roundings", put("after", six_roundings_more), "present"),
+    Change("after", "six roundings", six_roundings_more, "quiet"),
+    Change("after", "six roundings", six_roundings_more, "present"),
     Change("draws", "a unit", put("draws", one_more), "quiet"),
     Change("draws", "a unit", put("draws", one_more), "crowd"),
     Change("draws", "a unit", put("draws", one_more), "absent"),
