@@ -9,6 +9,8 @@ from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
+from privacy.clipping.contributions import Contribution, Dense, OuterProducts, Rows
+from privacy.clipping.norms import NormTally
 from privacy.lattice import Lattice
 from tests.privacy.clipping import oracle
 
@@ -75,6 +77,27 @@ def test_others_contribute_less_and_are_counted() -> None:
     assert (
         contribution(model, inputs, 0, 1e9, "bookkeeping")[1] == 0
     )  # not clipped, so nothing is lost
+
+
+def test_contract_4_the_longest_sum_counts_wherever_its_parameter_comes() -> None:
+    """Of 2,000 tokens 960 cancel 960 others: S is 25 N, and e(64 T) S is more than r / 2 pays for."""
+    signs_T = torch.tensor([1.0] * 1040 + [-1.0] * 960)
+    matrix = OuterProducts(signs_T.view(1, -1, 1), torch.ones(1, 2000, 1))
+    others: list[Contribution] = [
+        Dense(torch.zeros(1, 3)),
+        Rows(torch.zeros(1, 1).long(), torch.zeros(1, 1, 2)),
+    ]
+    orders: list[list[Contribution]] = [[matrix, *others], [*others, matrix]]
+    norms = []
+    for contributions in orders:
+        tally = NormTally(1, torch.device("cpu"), torch.float32)
+        for contribution in contributions:
+            tally.add([contribution])
+        norms.append(float(tally.safe_norm()))
+    norm, gross, u = 80.0, 2000.0, 2.0**-24
+    error = matrix.norm_terms * u * gross**2
+    rounding = (8 + 4 * (64 * 2000) ** 0.5) * u * gross
+    assert norms[0] == norms[1] >= ((norm**2 + error) ** 0.5 + rounding) / 1.0005 * (1 - 1e-6)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])
