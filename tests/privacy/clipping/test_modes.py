@@ -49,6 +49,33 @@ def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat(keeps_graph: b
     total.check_repeatable(lambda x: model(x).sum(1), inputs)
 
 
+@pytest.mark.parametrize("keeps_graph", [True, False])
+@pytest.mark.parametrize("number", range(3))
+def test_contract_6_no_later_micro_batch_makes_up_for_one_that_did_not_repeat(
+    keeps_graph: bool, number: int
+) -> None:
+    """The sums of the whole logical batch are refused; the next one begins anew."""
+    model, count = nn.Linear(4, 4), itertools.count()
+    total = ClippedSum(model, 1.0, mode="two_pass", self_check=False)
+    total._keeps_graph = keeps_graph
+
+    def add(*, repeats: bool) -> None:
+        def task(x: Tensor) -> Tensor:
+            y = model(x)
+            y.register_hook(lambda g: g if repeats else g * (1 + next(count)))
+            return y.sum(1)
+
+        total.add_micro_batch(task, {"x": torch.randn(3, 4)}, torch.zeros(3, dtype=torch.bool))
+
+    for place in range(3):
+        add(repeats=place != number)
+    with pytest.raises(PrivacyConfigError, match="different gradients the second time"):
+        dict(total.sums())
+    total.zero_()
+    add(repeats=True)
+    assert dict(total.sums())
+
+
 @pytest.mark.parametrize("function", [flat, automatic, per_layer, grouped])
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 def test_each_function_is_the_loop_and_keeps_the_sensitivity_it_reports(
