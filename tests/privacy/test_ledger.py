@@ -11,6 +11,7 @@ import pytest
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
+from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
 from privacy.sampling.keys import SamplingKey
@@ -62,6 +63,18 @@ def test_contract_9_intent_is_durable_before_it_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append("fsync") or fsync(fd))
     ledger.intent(1, 0, [RELEASE])
     assert calls == ["write", "fsync"]
+
+
+def test_contract_9_what_is_read_is_durable_before_anything_relies_on_it(tmp_path, monkeypatch):
+    """A program that was killed may have left lines that no fsync has made durable: a power cut would take them away."""
+    mirror, shared = tmp_path / "mirror.jsonl", tmp_path / "owner.jsonl"
+    path = written(tmp_path, mirror=mirror)
+    owner = SharedLedger.create(shared, epsilon=2.0, delta=1e-5)
+    inodes, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: inodes.add(os.fstat(fd).st_ino) or fsync(fd))
+    Ledger.open(path, mirror, mended=False).release()
+    owner.read()
+    assert {file.stat().st_ino for file in (path, mirror, shared, tmp_path)} <= inodes
 
 
 def test_contract_10_budget_refuses_the_intent_that_would_pass_it(tmp_path):
