@@ -99,6 +99,19 @@ def test_the_order_of_the_filter_is_that_of_the_first_run(shared, tmp_path):
     assert state.epsilon() == first != later
 
 
+def test_the_filter_stays_for_runs_that_were_fixed_in_advance(shared, tmp_path):
+    """PLD does not cover runs of which one was chosen after outputs of another."""
+    plan = _plan(6.0)
+    group = plan.release_group(plan.max_intents)
+    for name, is_fixed in (("a", True), ("b", False), ("c", True)):
+        _open(tmp_path / name, shared, plan, fixed_in_advance=is_fixed).release()
+    state = shared.read()
+    assert [entry.adaptive for entry in state.reservations.values()] == [False, True, False]
+    by_filter = filtered_epsilon([group] * 3, DELTA, state.rdp_order(group), 2.0)
+    assert state.epsilon() == by_filter > epsilon([group.times(3 * group.count)], DELTA)
+    assert shared.summary()["accounting"] == "rdp_filter"
+
+
 def test_no_room_is_exit_3_and_never_fitting_exit_2(shared, tmp_path):
     with pytest.raises(PrivacyConfigError, match="never fits"):
         _open(tmp_path / "huge", shared, _plan(0.5))
