@@ -775,6 +775,27 @@ def test_a_sum_tries_every_new_way_before_it_adds(way: str, certified: bool) -> 
     assert all(torch.equal(value, before[name]) for name, value in total.sums())
 
 
+@pytest.mark.parametrize("mixing_dtype", [torch.float16, torch.bfloat16])
+def test_a_sum_tries_every_dtype_of_autocast_before_it_adds(mixing_dtype: torch.dtype) -> None:
+    model = Net(
+        lambda x: (
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == mixing_dtype
+        )
+    )
+    check_against_autograd(model, {"x": numbers(3, 4)})
+    total = ClippedSum(model, 1.0)
+    (other_dtype,) = {torch.float16, torch.bfloat16} - {mixing_dtype}
+    with torch.autocast("cpu", other_dtype):
+        add(total, model, numbers(4, 4, seed=1))
+    before = {name: value.clone() for name, value in total.sums()}
+    with (
+        torch.autocast("cpu", mixing_dtype),
+        pytest.raises(PrivacyConfigError, match="in micro-batches of 4 examples"),
+    ):
+        add(total, model, numbers(4, 4, seed=1))
+    assert all(torch.equal(value, before[name]) for name, value in total.sums())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_branch_on_the_dtype_of_the_run_is_found(dtype: torch.dtype) -> None:
     for mixing in (dtype, torch.float64):
