@@ -77,6 +77,20 @@ def test_random_access_equals_webdataset_in_sequence(
         assert raw.caption == (sample["txt"].decode() if "txt" in sample else None)
 
 
+@pytest.mark.parametrize("excess", [0, 1])
+def test_an_example_at_the_limit_leaves_others_their_bytes(
+    excess: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest one has as many bytes as a reader takes, or one more: then it alone is empty."""
+    samples = [{"__key__": f"{i}", "txt": b"x" * size} for i, size in enumerate((1, 2, 999, 3, 4))]
+    table = build_index([write_shard(tmp_path / "s.tar", samples)], tmp_path / "index")
+    longest = int(table.extents([2]).lengths[0])
+    monkeypatch.setattr("data.reading.reader.MAX_EXAMPLE_BYTES", longest - excess)
+    fields = [example.fields for example in TarReader(table).read_all(range(5))]
+    stored = [{"txt": sample["txt"]} for sample in samples]
+    assert fields == (stored if excess == 0 else [*stored[:2], {}, *stored[3:]])
+
+
 def test_files_are_private_and_hold_few_bytes_and_no_name_of_an_example(
     shards: list[Path], tmp_path: Path
 ) -> None:
