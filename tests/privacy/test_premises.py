@@ -1,5 +1,6 @@
 """The premises of the proof: an honest run has them, and an object that violates one by the least is refused before a charge."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -229,6 +230,27 @@ def test_ranks_that_differ_are_refused(changed: str, monkeypatch: pytest.MonkeyP
     of.require()
     differs = changed
     with pytest.raises(PrivacyConfigError, match="same step"):
+        of.require()
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_rows_of_all_ranks_together_have_room_in_a_sum(
+    excess: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either rank alone has half of the rows for which 62 bits have room."""
+    of = opened()
+    of.engine.layout = even_layout(of.engine.shapes, 2)
+    unit = of.clipped.accumulator.unit
+    assert unit is not None
+    most = (2**62 - 1) // unit.largest
+
+    def two(check: Callable[[], tuple[Any, int]]) -> list[tuple[Any, int]]:
+        facts, _ = check()
+        return [(facts, most // 2), (facts, most - most // 2 + excess)]
+
+    monkeypatch.setattr(premises.collectives, "refuse_together", two)
+    refusal = pytest.raises(PrivacyConfigError, match=r"stays below 2\^62 steps")
+    with refusal if excess else contextlib.nullcontext():
         of.require()
 
 
