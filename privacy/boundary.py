@@ -45,8 +45,6 @@ _EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private
 PUBLISHED = {
     "optimizer/lr": Reason.SCHEDULE,
     "optimizer/noised_grad_norm": Reason.NOISED,
-    "privacy/clipping_bound": Reason.NOISED,
-    "privacy/noised_unclipped_fraction": Reason.NOISED,
     "privacy/charged_attempts": Reason.CHARGED,
     "privacy/epsilon": Reason.CHARGED,
     "where the training loss is": Reason.SETTINGS,

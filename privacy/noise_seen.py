@@ -4,7 +4,7 @@ Given the past, the clipped sum S of a step is fixed, whatever the data are and 
 |S + w|^2 is stochastically at least |w|^2 = std^2 chi-square(P), a non-central chi-square: a norm below a quantile of that
 refutes the stated std, whatever S is. Each `done` states the norm of the noised gradient, |S + w| / B. What the test rests on:
 
-* std is that of the intent whose `done` it is, so C may move between steps and between attempts;
+* std is that of the intent whose `done` it is;
 * P counts every coordinate that is noised once: trained, tied ones once, no padding, no replica. It stands in the ledger from
   its opening; too large a P would be a false alarm;
 * LEVEL is that of the whole folder: each of m comparisons, an owner of a step being one, is made at LEVEL / m. Sums over steps
@@ -14,9 +14,7 @@ refutes the stated std, whatever S is. Each `done` states the norm of the noised
 * where noise is whole steps h of the sums, what is seen is round(S + w): each of its P entries is at most
   h / 2 off, so |S + w| is at most |round(S + w)| + sqrt(P) h / 2. (A factor 1 + h / (2 std) on the norm
   would not do: with one entry and std = h / 5 it is 0 as a rule, and stays 0.) h is 2^-f of the ledger's
-  opening, and moves with C's binade. Noise of version 0.1 has no step;
-* the count of adaptive clipping is one coordinate, without power in one step: its squares are pooled, about a centre that
-  follows from earlier releases alone;
+  opening. Noise of version 0.1 has no step;
 * norms by owner are post-processing of the charged release under a public layout. The smallest for its number of coordinates is
   published: it alone shows one owner of many without noise.
 
@@ -33,10 +31,6 @@ from scipy.special import gammainc
 LEVEL = 1e-9
 RAISED = 1 + 1e-6
 EXACT_BELOW = 1000
-HALF_COUNT_STEP = 2.0**-15
-"""Half of the largest step that a noised count may have: 2^-13 of its sensitivity 1/2."""
-MEMORY = 8
-"""Steps that the centre of the noised fractions remembers; C moves, and the fraction with it."""
 
 
 def is_too_small(squared: float, coordinates: int, level: float) -> bool:
@@ -44,18 +38,6 @@ def is_too_small(squared: float, coordinates: int, level: float) -> bool:
     if coordinates < EXACT_BELOW:
         return bool(gammainc(coordinates / 2, squared / 2) < level)
     return squared < coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
-
-
-def half_of_step(exponent: int | None, plan: Mapping[str, Any], bound: float) -> float:
-    """Half of the step of sums clipped to `bound`, of which the opening states f at the plan's C; 0 where there is no step."""
-    if exponent is None:
-        return 0.0
-    moved = (
-        0
-        if plan["adaptive_clipping"] is None
-        else math.frexp(bound)[1] - math.frexp(plan["max_grad_norm"])[1]
-    )
-    return math.ldexp(1.0, moved - exponent - 1)
 
 
 def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ...]]:
@@ -67,15 +49,15 @@ def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ..
     norms: list[tuple[str, float, int, int]] = []
     """(what, squared norm over that of the noise, coordinates, comparisons)"""
     plan: Mapping[str, Any] = {}
-    coordinates, exponent, fractions = 0, None, 0
-    std = half_step = total = spread = centre = 0.0
+    coordinates = 0
+    std = half_step = total = 0.0
     for record in records:
         if record["type"] == "open":
             plan, coordinates = record["plan"], record.get("noised_coordinates") or 0
             exponent = record.get("sum_exponent")
+            half_step = 0.0 if exponent is None else math.ldexp(1.0, -exponent - 1)
         elif record["type"] == "intent":
-            release = record["releases"][0]
-            std, half_step = release["std"], half_of_step(exponent, plan, release["sensitivity"])
+            std = record["releases"][0]["std"]
         elif record["type"] == "done" and coordinates and "noised_norm" in record:
             raised = plan["expected_batch_size"] * RAISED
             whole = {"owners": 1, "coordinates": coordinates, "norm": record["noised_norm"]}
@@ -88,23 +70,10 @@ def noise_seen(records: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[str, ..
                 (f"step {record['step']}", squared_share, share["coordinates"], share["owners"])
             )
             total += squared
-            if "noised_fraction" in record:
-                # The first has no centre that follows from earlier ones.
-                apart = (
-                    abs(record["noised_fraction"] - centre) * raised + HALF_COUNT_STEP
-                    if fractions
-                    else 0.0
-                )
-                spread += (apart / plan["adaptive_clipping"]["unclipped_num_std"]) ** 2
-                fractions += 1
-                centre += (record["noised_fraction"] - centre) / min(fractions, MEMORY)
     if not norms:
         return "no norm of a noised sum is stated that could refute the noise", ()
     steps, least = len(norms), min(math.sqrt(squared / count) for _, squared, count, _ in norms)
     norms.append(("all steps together", total, steps * coordinates, 1))
-    norms += (
-        [("the counts of unclipped examples", spread, fractions - 1, 1)] if fractions > 1 else []
-    )
     level = LEVEL / sum(comparisons for *_, comparisons in norms)
     refuted = tuple(
         what for what, squared, count, _ in norms if is_too_small(squared, count, level)

@@ -8,7 +8,7 @@ the option's name, and privacy/verify.py, which shares nothing with this file an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import PrivacyConfigError
@@ -30,7 +30,6 @@ class Option:
         name: what recipes and ledgers call it.
         instead: the way out where it does not go with another setting.
         excludes: setting that it does not go with -> why.
-        keys: keys of the recipe that mean nothing without it.
         reason: why a run with it has no formal guarantee.
         statement: a sentence of the card's section on the mechanism.
         sampling_statement: one of its section on sampling.
@@ -40,7 +39,6 @@ class Option:
     name: ClassVar[str]
     instead: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
-    keys: ClassVar[Sequence[str]] = ()
     reason: ClassVar[str | None] = None
     statement: ClassVar[str] = ""
     sampling_statement: ClassVar[str] = ""
@@ -49,9 +47,6 @@ class Option:
     def setting(self) -> str:
         """How a recipe writes it."""
         return f'{self.kind} = "{self.name}"'
-
-    def check(self, plan: PrivacyPlan) -> None:
-        """PrivacyConfigError for numbers of a plan that do not fit it."""
 
     def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
         """What it adds to the plan in a ledger's `open` record."""
@@ -115,43 +110,6 @@ class Grouped(Clipping):
         return parameter.partition(".")[0]
 
 
-class Adaptive(Flat):
-    """Flat clipping with a C that moves (privacy/adaptive_clipping.py); a plan calls it flat and holds its constants."""
-
-    name = "adaptive"
-    keys = ("target_unclipped_quantile", "clipbound_learning_rate", "unclipped_num_std")
-    statement = (
-        "C follows a quantile of the gradient norms (Andrew et al. 2021, arXiv 1905.03871): each step also releases, with "
-        "noise, how many of its examples were left unclipped. Sum and count together are one Gaussian mechanism of noise "
-        "multiplier sigma, so the sum alone has a little more noise. C itself follows from noised counts and may be "
-        "published."
-    )
-
-    def check(self, plan: PrivacyPlan) -> None:
-        if plan.clipping_function != "flat" or plan.adaptive_clipping is None:
-            raise PrivacyConfigError(
-                f"adaptive clipping is flat and has constants, so clipping_function cannot be {plan.clipping_function!r}"
-            )
-        plan.adaptive_clipping.require_feasible(plan.noise_multiplier, plan.max_grad_norm)
-
-    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
-        constants = plan.adaptive_clipping
-        assert constants is not None
-        return [
-            ("clipping function", "flat, with an adaptive C"),
-            ("target quantile of unclipped examples", f"{constants.target_unclipped_quantile:g}"),
-            ("learning rate of C", f"{constants.clipbound_learning_rate:g}"),
-            (
-                "noise on the count of unclipped examples (standard deviation)",
-                f"{constants.unclipped_num_std:g}",
-            ),
-            (
-                "noise multiplier of the sum alone",
-                f"{constants.gradient_noise_multiplier(plan.noise_multiplier):.6g}",
-            ),
-        ]
-
-
 # ---------------------------------------------------------------- Arithmetic
 
 
@@ -209,7 +167,6 @@ class Certified(Arithmetic):
     excludes: ClassVar[Mapping[str, str]] = {
         "enabled = false": "it is for runs with noise",
         "noise_multiplier = 0": "it is for runs with noise",
-        'clipping_function = "adaptive"': "its lattice is fixed in advance, so it needs a constant C",
         "clipping_mode": "its sums have no modes, because they write every gradient out: remove clipping_mode",
         "sensitivity_slack above 0": "it rounds nothing up, so that its sensitivity_slack is 0",
         "train.compile = true": "a compiler picks kernels by itself, and it needs the same ones for every example",
@@ -272,7 +229,7 @@ class Shuffle(Sampling):
 OPTIONS: dict[str, dict[str, Option]] = {}
 """Kind -> name -> option. An option is one more entry here, and its name in the table of privacy/verify.py."""
 for _option in (
-    *(Flat(), Automatic(), PerLayer(), Grouped(), Adaptive()),
+    *(Flat(), Automatic(), PerLayer(), Grouped()),
     *(Floating(), Certified()),
     *(Poisson(), Shuffle()),
 ):
@@ -306,11 +263,7 @@ def option(kind: str, name: object) -> Option:
 
 def options_of(choices: Choices) -> dict[str, Option]:
     """Kind -> the option that a recipe's section, a request or a plan has chosen."""
-    names = {kind: getattr(choices, kind, None) for kind in OPTIONS}
-    if getattr(choices, "adaptive_clipping", None) is not None:
-        option("clipping_function", choices.clipping_function)
-        names["clipping_function"] = "adaptive"
-    return {kind: option(kind, name) for kind, name in names.items()}
+    return {kind: option(kind, getattr(choices, kind, None)) for kind in OPTIONS}
 
 
 def require_compatible(choices: Choices, also: Mapping[str, bool] | None = None) -> None:

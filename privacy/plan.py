@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +22,6 @@ from .accounting.accountants import (
 from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
 from .accounting.group_privacy import tail_of_doubles
 from .accounting.rounding import rounded_up, useless_delta
-from .adaptive_clipping import AdaptiveClipping
 from .errors import PrivacyConfigError
 from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
@@ -73,8 +72,6 @@ class PrivacyPlan(PlanChoices):
                 f"expected_batch_size {self.expected_batch_size} is larger than the data ({self.num_examples} examples)"
             )
         require_compatible(self)
-        for option in self.options.values():
-            option.check(self)
         if self.accounted_delta <= 0:
             raise PrivacyConfigError(
                 f"delta {self.target_delta:g} is below the tail {self.noise_tail_delta:.2g} of noise made of doubles"
@@ -130,7 +127,7 @@ class PrivacyPlan(PlanChoices):
         from .clipping.clipped_sum import ClippedSum
         from .clipping.functions import function_of
 
-        # Adaptive clipping is flat at every step; without privacy the bound is infinite, and any function would do.
+        # Without privacy the bound is infinite, and any function would do.
         option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
         assert isinstance(option, Clipping)
         of_both: dict[str, Any] = {
@@ -146,7 +143,6 @@ class PrivacyPlan(PlanChoices):
             model,
             self.max_grad_norm if self.enabled else math.inf,
             mode=mode,
-            adaptive=self.adaptive_clipping,
             cap=self.max_batch_size,
             rows=rows,
             noise_multiplier=self.noise_multiplier,
@@ -250,9 +246,6 @@ class PrivacyPlan(PlanChoices):
         for option in self.options.values():
             frozen |= option.frozen(self)
         return frozen | {
-            "adaptive_clipping": None
-            if self.adaptive_clipping is None
-            else asdict(self.adaptive_clipping),
             "informal_reasons": list(self.informal_reasons),
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
@@ -264,13 +257,11 @@ class PrivacyPlan(PlanChoices):
     @classmethod
     def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
         """The plan that `frozen_fields` described; PrivacyConfigError when the record contradicts itself."""
-        frozen = {"noise_kind": None, **frozen}
+        frozen = {"noise_kind": None, **with_constant_bound(frozen)}
         missing = [name for name in _frozen_names() if name not in frozen]
         if missing:
             raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
         values = {name: frozen[name] for name in _frozen_names()}
-        adaptive = values["adaptive_clipping"]
-        values["adaptive_clipping"] = None if adaptive is None else AdaptiveClipping(**adaptive)
         values["informal_reasons"] = tuple(values["informal_reasons"])
         plan = cls(**values)
         require_equal(
@@ -279,6 +270,20 @@ class PrivacyPlan(PlanChoices):
             "the recorded plan contradicts itself",
         )
         return plan
+
+
+def with_constant_bound(frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recorded plan without the field in which version 0.1 said how C moves.
+
+    Raises:
+        PrivacyConfigError: C moved.
+    """
+    fields_left = dict(frozen)
+    if fields_left.pop("adaptive_clipping", None) is not None:
+        raise PrivacyConfigError(
+            "C of this run moves (adaptive clipping), which version 0.1 alone can do: judge it by its own verify.py"
+        )
+    return fields_left
 
 
 def _frozen_names() -> list[str]:
@@ -337,8 +342,6 @@ def make_plan(
         **{field.name: getattr(request, field.name) for field in fields(PlanChoices)}
         | {
             "target_epsilon": target,
-            # Later: how much noise the count must have at least depends on the calibrated sigma.
-            "adaptive_clipping": None,
             "noise_multiplier": 1.0 if sigma is None else sigma,
             "target_delta": 1 / (2 * max(request.num_examples, 1)) if delta is None else delta,
             "reserved_attempts": max(2, math.ceil(request.num_steps / 100))
@@ -378,8 +381,7 @@ def make_plan(
             smallest = f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon {rounded_up(result.epsilon)}"
             notes.append(f"{smallest}, below the target {target:g}")
     assert sigma is not None
-    adaptive = request.adaptive_clipping if request.enabled else None
-    plan = replace(plan, noise_multiplier=sigma, adaptive_clipping=adaptive, warnings=tuple(notes))
+    plan = replace(plan, noise_multiplier=sigma, warnings=tuple(notes))
     if plan.formal_guarantee:
         # By a bound that costs little: to compute so large an epsilon exactly would take minutes and all memory.
         about = epsilon_rdp([plan.release_group(plan.max_intents)], plan.accounted_delta)

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND, AdaptiveClipping
 from .errors import PrivacyConfigError
-from .limits import MAX_COUNT
+from .limits import LARGEST_BOUND, MAX_COUNT, SMALLEST_BOUND
 from .options import OPTIONS
 
 _MUST_BE = {
@@ -41,17 +40,9 @@ def in_plain_words(error: ErrorDetails) -> str:
 @functools.cache
 def _checks(kind: type) -> dict[str, TypeAdapter[Any]]:
     """Field -> what checks its type; strict, so that "4", true and NaN are no numbers."""
-    strict, hints = (
-        ConfigDict(strict=True, allow_inf_nan=False),
-        get_type_hints(kind, include_extras=True),
-    )
-    # A dataclass has a configuration of its own and takes none.
-    own = {
-        name: hints[name]
-        for name in (field.name for field in fields(kind))
-        if name != "adaptive_clipping"
-    }
-    return {name: TypeAdapter(hint, config=strict) for name, hint in own.items()}
+    strict = ConfigDict(strict=True, allow_inf_nan=False)
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: TypeAdapter(hints[field.name], config=strict) for field in fields(kind)}
 
 
 def require_types(plan: Any) -> None:
@@ -92,10 +83,10 @@ class Choices:
     target_epsilon: Annotated[float | None, Field(gt=0)] = None
     """What the noise multiplier is calibrated to; None where it is given."""
     max_grad_norm: Annotated[float, Field(ge=SMALLEST_BOUND, le=LARGEST_BOUND)] = 1.0
-    """C, the L2 clipping bound of one example; under adaptive clipping the first one."""
+    """C, the L2 clipping bound of one example."""
     clipping_function: Annotated[str, _one_of("clipping_function")] = "flat"
-    """Flat with constant C; adaptive: flat, with C that follows a quantile of the norms (Andrew et al. 2021); automatic:
-    normalised gradients (Bu et al. 2023); per_layer or grouped: one norm per layer, or per top-level part of the model."""
+    """Flat: one norm of all parameters; automatic: normalised gradients (Bu et al. 2023); per_layer or grouped: one norm per
+    layer, or per top-level part of the model."""
     arithmetic: Annotated[str, _one_of("arithmetic")] = "floating"
     """Certified: clipped gradients are whole numbers, so that no rounding moves a sum by more than C (docs/certified.md)."""
     sampling: Annotated[str, _one_of("sampling")] = "poisson"
@@ -109,15 +100,12 @@ class PlanChoices(Choices):
     Attributes:
         num_examples: n, public under zero-out adjacency.
         num_steps: planned optimizer steps.
-        adaptive_clipping: C of flat clipping follows a quantile of the norms, whose release sigma pays for too; None where C is
-            constant.
         sensitivity_slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
         informal_reasons: why the run makes no formal claim, as far as the plan does not see it by itself (contract, point 11).
     """
 
     num_examples: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     num_steps: Annotated[int, Field(ge=1, le=MAX_COUNT)]
-    adaptive_clipping: AdaptiveClipping | None = None
     sensitivity_slack: Annotated[float, Field(ge=0, le=1e-3)] = 0.0
     informal_reasons: tuple[str, ...] = ()
 

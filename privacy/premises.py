@@ -17,10 +17,10 @@ Gaussians of rate q, cap K and noise multiplier s, if these premises hold.
   the cap of the sampler, and so many members have rows (rows.py). Sums are divided by the public
   B = q n.
 
-Two premises are asked for in every step, too, since adaptive clipping moves C and with it the step:
-`ClippedSum.releases` asks for a finite C and a deviation that can be drawn, `reduce_to_owners` for
-equal steps. How a head's sums round in double precision is asked for by its plan, which limits the
-number of examples (`evaluation.private_head.rows.rounding`).
+Two premises are asked for in every step, too: `ClippedSum.release` asks for a finite C and a
+deviation that can be drawn, `reduce_to_owners` for equal steps. How a head's sums round in double
+precision is asked for by its plan, which limits the number of examples
+(`evaluation.private_head.rows.rounding`).
 """
 
 from __future__ import annotations
@@ -131,12 +131,11 @@ def require_premises(
     if unit is None:  # certified: padding adds nothing, and an entry is at most C
         largest = math.floor(Fraction(clipped.sensitivity) * Fraction(2) ** clipped.exponent)
         num_rows, unit = most, Unit(clipped.exponent, largest)
-    first, *others = clipped.releases(plan.noise_multiplier)
-    sums = [NoisedSum(first, sum(map(engine.layout.count, range(len(ranks)))), unit, num_rows)]
-    if clipped.count_unit is not None:
-        sums += [NoisedSum(release, 1, clipped.count_unit, most) for release in others]
+    num_coordinates = sum(map(engine.layout.count, range(len(ranks))))
+    release = clipped.release(plan.noise_multiplier)
+    noised = NoisedSum(release, num_coordinates, unit, num_rows)
     slack = 0.0 if clipped.mode == "certified" else SENSITIVITY_SLACK
-    require_noised(sums, charged, plan.noise_multiplier, slack)
+    require_noised([noised], charged, plan.noise_multiplier, slack)
 
 
 def _of_this_rank(

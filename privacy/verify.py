@@ -70,19 +70,13 @@ UNREAD = "; no page was read: believe this line"
 HAIR, FP32, PUBLISHED = 1e-9, 1e-7, 2.0**-23 + 6e-9
 """How much two machines' rounding of one computation may differ, that to fp32 above, and a number of the metrics from that of the
 ledger: half a step of fp32 by rounding, half by its shortest decimal, and the ledger's nine digits."""
-LEVEL, RAISED, EXACT_BELOW, MEMORY = 1e-9, 1 + 1e-6, 1000, 8
+LEVEL, RAISED, EXACT_BELOW = 1e-9, 1 + 1e-6, 1000
 """How often true noise is refuted; by what norms are raised for rounding; below how many coordinates quantiles are exact."""
-NORM, FRACTION, BOUND = (
-    "optimizer/noised_grad_norm",
-    "privacy/noised_unclipped_fraction",
-    "privacy/clipping_bound",
-)
+NORM = "optimizer/noised_grad_norm"
 HELDOUT = {"loss", "accuracy", "shuffled_loss", "loss_of_average", "blind_loss", "blind_accuracy"}
 HELDOUT |= {f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")}
 METRICS = {
     NORM,
-    FRACTION,
-    BOUND,
     "step",
     "attempt",
     "optimizer/lr",
@@ -249,12 +243,6 @@ CHOICES: dict[str, dict[str, str | None]] = {
 }
 """What a plan may choose, and the reason why nothing can be claimed then, if there is one."""
 ANY = (1e-300, 1e300)
-ADAPTIVE = {
-    "target_unclipped_quantile": (0, 1),
-    "clipbound_learning_rate": ANY,
-    "unclipped_num_std": ANY,
-}
-"""The numbers of adaptive clipping, with their ranges."""
 PLAN_FIELDS = {
     "num_examples",
     "expected_batch_size",
@@ -263,7 +251,6 @@ PLAN_FIELDS = {
     "max_grad_norm",
     "clipping_function",
     "arithmetic",
-    "adaptive_clipping",
     "lattice_exponent",
     "sensitivity_slack",
     "enabled",
@@ -278,6 +265,8 @@ PLAN_FIELDS = {
     "adjacency",
     "formal_guarantee",
 }
+ADAPTIVE = "adaptive_clipping"
+"""A field of version 0.1, null where C was constant."""
 NOISE_KIND = "noise_kind"
 """A further field, "rounded": noise is whole steps of the sums, as the accountant's Gaussian rounded to them.
 Ledgers of version 0.1 lack it: there noise was made of doubles, but for certified arithmetic."""
@@ -361,7 +350,11 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
     Args:
         head: whether the ledger is that of a private head.
     """
-    odd = sorted(fields.keys() - {NOISE_KIND} ^ PLAN_FIELDS)
+    require(
+        fields.get(ADAPTIVE) is None,
+        "C moved, as in version 0.1: judge the run by the verify.py in its own folder",
+    )
+    odd = sorted(fields.keys() - {NOISE_KIND, ADAPTIVE} ^ PLAN_FIELDS)
     require(not odd, f"the frozen plan lacks {shown(odd[:1])}, or this verifier does not know it")
     rounded = NOISE_KIND in fields
     require(
@@ -402,17 +395,6 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
         equal(fields["lattice_exponent"], exponent),
         f"lattice_exponent is not {exponent}, as C, cap and noise are",
     )
-    adaptive = fields["adaptive_clipping"]
-    if adaptive is not None:
-        flat = adaptive.keys() == ADAPTIVE.keys() and fields["clipping_function"] == "flat"
-        require(flat, f"adaptive clipping is flat, and has {', '.join(ADAPTIVE)}")
-        for name, (least, most) in ADAPTIVE.items():
-            number(adaptive, name, least, most)
-        require(
-            2 * adaptive["unclipped_num_std"] > sigma,
-            "unclipped_num_std leaves no noise to the gradient",
-        )
-
     threshold = batch * 2**64 // n
     require(
         fields["sampling_threshold"] == str(threshold),
@@ -462,11 +444,7 @@ def read_plan(fields: dict[str, Any], head: bool) -> Plan:
 
 def check_step(opened: dict[str, Any], plan: Plan) -> None:
     """The step 2^-f of sums and noise is coarse enough to draw noise in it, and fine enough for what rounding may move."""
-    sigma, bound, adaptive = (
-        plan["noise_multiplier"],
-        plan["max_grad_norm"],
-        plan["adaptive_clipping"],
-    )
+    sigma, bound = plan["noise_multiplier"], plan["max_grad_norm"]
     exponent, coordinates = opened.get("sum_exponent"), opened.get("noised_coordinates")
     if NOISE_KIND not in plan.fields:
         require(exponent is None, "sum_exponent is stated for noise that was not rounded")
@@ -488,8 +466,6 @@ def check_step(opened: dict[str, Any], plan: Plan) -> None:
     )
     most = min(plan["num_examples"], plan["cap"] or plan["num_examples"])
     require_room(most, bound * (1 + SLACK["floating"]), exponent)
-    if adaptive is not None:
-        sigma /= math.sqrt(1 - (sigma / (2 * adaptive["unclipped_num_std"])) ** 2)
     require_drawn(sigma * bound, exponent)
 
 
@@ -519,8 +495,8 @@ def check_steps_of_head(opened: dict[str, Any], plan: Plan, releases: list[Any])
         require_drawn(release["std"], exponent)
 
 
-def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, float]:
-    """Every intent states the planned noise for the planned sensitivity; returns C, and the noise of the gradient."""
+def check_releases(plan: Plan, head: bool, releases: list[Any]) -> float:
+    """Every intent states the planned noise for the planned sensitivity; returns the deviation of the gradient's."""
     require(1 <= len(releases) <= 1000, "an intent lists its releases")
     known = all(
         isinstance(one, dict) and one.keys() == {"name", "std", "sensitivity"} for one in releases
@@ -533,38 +509,24 @@ def check_releases(plan: Plan, head: bool, releases: list[Any]) -> tuple[float, 
         (one["name"], number(one, "std", 0, 1e300), number(one, "sensitivity", *ANY))
         for one in releases
     ]
-    sigma, bound, adaptive = (
-        plan["noise_multiplier"],
-        plan["max_grad_norm"],
-        plan["adaptive_clipping"],
-    )
+    sigma, bound = plan["noise_multiplier"], plan["max_grad_norm"]
     if head:  # several Gaussian releases of one sample are one, with 1 / sigma^2 = sum of (sensitivity / std)^2
         joint = math.hypot(
             *(sensitivity / std if std else math.inf for _, std, sensitivity in stated)
         )
         noise = 1 / joint if joint else math.inf
         require(math.isclose(noise, sigma, rel_tol=1e-9), f"the noise is not the planned {sigma:g}")
-        return bound, 0.0
-    planned = [("gradient", sigma * bound, bound)]
-    if (
-        adaptive is not None
-    ):  # C moves within a factor of 10^4; a noised count of unclipped examples shares sigma
-        first, bound = bound, stated[0][2]
-        require(first / 1e4 <= bound <= first * 1e4, f"C = {bound:g} is outside of its range")
-        count_std = adaptive["unclipped_num_std"]
-        planned = [
-            ("gradient", sigma / math.sqrt(1 - (sigma / (2 * count_std)) ** 2) * bound, bound)
-        ]
-        planned += [("unclipped_count", count_std, 0.5)]
-    require(
-        [name for name, *_ in stated] == [name for name, *_ in planned],
-        "other releases than the plan has",
+        return 0.0
+    require([name for name, *_ in stated] == ["gradient"], "other releases than the plan has")
+    (_, std, sensitivity), std_planned = stated[0], sigma * bound
+    agree = math.isclose(std, std_planned, rel_tol=1e-9) and math.isclose(
+        sensitivity, bound, rel_tol=1e-9
     )
-    for (name, *theirs), (_, *ours) in zip(stated, planned, strict=True):
-        agree = all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True))
-        said, meant = (f"{std:g}, {sensitivity:g}" for std, sensitivity in (theirs, ours))
-        require(agree, f"{name} states std, sensitivity = {said}; the plan has {meant}")
-    return bound, stated[0][1]
+    require(
+        agree,
+        f"gradient states std, sensitivity = {std:g}, {sensitivity:g}; the plan has {std_planned:g}, {bound:g}",
+    )
+    return std
 
 
 # ---------------------------------------------------------------- The ledger, line by line
@@ -621,7 +583,6 @@ FIELDS: dict[str, dict[str, Kind]] = {
         "step": is_whole,
         "attempt": is_whole,
         "noised_norm?": is_norm,
-        "noised_fraction?": is_norm,
         "smallest_share?": is_share,
     },
     "checkpoint": {"step": is_whole, "path": str, "digest": is_hex},
@@ -701,7 +662,7 @@ class Ledger:
         position: the last step that this session finished.
         recorded: the step of the newest checkpoint since the run began, or began again at step 0.
         waiting: of the torn lines that wait for their `repair`: whether each was charged.
-        released: (step, C, std of the gradient's noise, its `done` or nothing) of every intent.
+        released: (step, std of the gradient's noise, its `done` or nothing) of every intent.
     """
 
     hashes: list[str] = field(default_factory=list)
@@ -724,7 +685,7 @@ class Ledger:
     position: int | None = None
     recorded: int | None = None
     waiting: list[bool] = field(default_factory=list)
-    released: list[tuple[int, float, float, dict[str, Any]]] = field(default_factory=list)
+    released: list[tuple[int, float, dict[str, Any]]] = field(default_factory=list)
 
     def charged(self, num_lines: int | None = None) -> int:
         """The charges of the first lines, or of all."""
@@ -834,12 +795,9 @@ class Ledger:
                 require(
                     attempt == after, f"attempt {attempt} of step {step}, where {after} is next"
                 )
-                bound, std = check_releases(plan, "head" in self.opened, record["releases"])
+                std = check_releases(plan, "head" in self.opened, record["releases"])
                 check_steps_of_head(self.opened, plan, record["releases"])
-                require(
-                    step != 1 or bound == plan["max_grad_norm"], "C does not start at the plan's"
-                )
-                self.released.append((step, bound, std, {}))
+                self.released.append((step, std, {}))
                 self.attempts[step] += 1
                 self.pending = (step, attempt)
                 self.charges.append(seq)
@@ -1079,7 +1037,7 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
         all(isinstance(table, dict) for table in tables.values()),
         f"config.toml: {', '.join(tables)} are tables",
     )
-    asked, adaptive = tables["privacy"], plan["adaptive_clipping"]
+    asked = tables["privacy"]
     n, batch, steps = plan["num_examples"], plan["expected_batch_size"], plan["num_steps"]
     disjoint = bool(ledger.behind) and tables["init"].get("disjoint_data", False)
     rows = [  # what config.toml asks for, and what the ledger states
@@ -1098,9 +1056,6 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
         ("shared_ledger", "shared_ledger" in asked, ledger.opened.get("shared_ledger") is not None),
         ("init.disjoint_data", disjoint, ledger.opened.get("disjoint_from_start", False)),
     ]
-    planned = {**plan.fields, **(adaptive or {})} | (
-        {} if adaptive is None else {"clipping_function": "adaptive"}
-    )
     defaults = {
         "reserved_attempts": max(2, -(-steps // 100)),
         "target_delta": 1 / (2 * n),
@@ -1108,15 +1063,12 @@ def compare_plan(ledger: Ledger, config: dict[str, Any]) -> str:
         "max_grad_norm": 1.0,
         "clipping_function": "flat",
         "arithmetic": "floating",
-        "target_unclipped_quantile": 0.5,
-        "clipbound_learning_rate": 0.2,
-        "unclipped_num_std": batch / 20,
         "expected_batch_size": None,
         "target_epsilon": None,
     }
-    wanted = defaults | {name: value for name, value in asked.items() if name in planned}
+    wanted = defaults | {name: value for name, value in asked.items() if name in plan.fields}
     if plan["enabled"]:
-        rows += [(name, value, planned[name]) for name, value in wanted.items() if name in planned]
+        rows += [(name, value, plan[name]) for name, value in wanted.items() if name in plan.fields]
         cap, usual = plan["cap"], plan["usual_cap"]  # whatever it is, it is charged
         known = (
             "cap" in asked
@@ -1525,10 +1477,9 @@ def check_metrics(folder: Folder) -> str:
     ledger, plan, torn, lines = folder.ledger, folder.ledger.plan, 0, 0
     passed = {(step, ledger.charged(line + 1)) for line, step in ledger.done}
     claims: dict[int, float] = {}  # charges -> epsilon
-    stated: dict[int, list[dict[str, float]]] = {}  # step -> what its lines say
-    for step, bound, _, done in ledger.released:
-        norm, fraction = done.get("noised_norm", math.nan), done.get("noised_fraction", math.nan)
-        stated.setdefault(step, []).append({NORM: norm, FRACTION: fraction, BOUND: bound})
+    stated: dict[int, list[float]] = {}  # step -> norms that its lines say
+    for step, _, done in ledger.released:
+        stated.setdefault(step, []).append(done.get("noised_norm", math.nan))
     for file in ("metrics.jsonl", "evaluation/heldout.jsonl"):
         here = lines_of(folder.path / file) if folder.has(file) else ()
         restarts = len(ledger.nonces) - 1 if plan["enabled"] else MOST
@@ -1567,14 +1518,11 @@ def check_metrics(folder: Folder) -> str:
                 tried,
                 f"{where} shows attempt {shown(attempt)} of step {step}, where the ledger has {most}, from 0 on",
             )
-            for name in {NORM, FRACTION, BOUND} & entry.keys() if not plan.reasons else ():
-                known = any(
-                    math.isclose(entry[name], one[name], rel_tol=PUBLISHED)
-                    for one in stated.get(step, [])
-                )
+            if NORM in entry and not plan.reasons:
+                norms = stated.get(step, [])
                 require(
-                    known,
-                    f"{where} shows {name} = {shown(entry[name])}, which no line of the step states",
+                    any(math.isclose(entry[NORM], norm, rel_tol=PUBLISHED) for norm in norms),
+                    f"{where} shows {NORM} = {shown(entry[NORM])}, which no line of the step states",
                 )
             if charged is not None or claim is not None:
                 stood = type(charged) is int and (step, charged) in passed
@@ -1620,12 +1568,11 @@ def too_small(squared: float, coordinates: int, level: float) -> bool:
 
 
 def check_noise(folder: Folder) -> str:
-    """The norm of every noised sum against the noise that its intent states, and C against what was released before.
+    """The norm of every noised sum against the noise that its intent states.
 
     Given the past, the sum S of a step is fixed, whatever the data are, and its noise w is fresh: |S + w|^2 is stochastically at
     least |w|^2 = std^2 chi-square(P), and so are sums over steps. In steps of h, |S + w| is at most sqrt(P) h / 2 longer than
-    round(S + w), which is seen. A count is one coordinate a step of at most 2^-14, about a centre that follows from earlier ones.
-    All comparisons together share LEVEL.
+    round(S + w), which is seen. All comparisons together share LEVEL.
     """
     said = [seen(ledger) for ledger in (folder.ledger, *(folder.behind or []))]
     return f"not refuted: {said[0]}" + (
@@ -1635,16 +1582,8 @@ def check_noise(folder: Folder) -> str:
 
 def seen(ledger: Ledger) -> str:
     """What `check_noise` says of one ledger; see there."""
-    plan, coordinates, follow = (
-        ledger.plan,
-        ledger.opened.get("noised_coordinates"),
-        dict[int, list[float]](),
-    )
-    adaptive, batch, first = (
-        plan["adaptive_clipping"],
-        plan["expected_batch_size"],
-        plan["max_grad_norm"],
-    )
+    plan, coordinates = ledger.plan, ledger.opened.get("noised_coordinates")
+    batch = plan["expected_batch_size"]
     if "head" in ledger.opened or not plan["noise_multiplier"] or not ledger.done:
         return "no step states noise that a norm could refute"
     if coordinates is None:
@@ -1656,24 +1595,13 @@ def seen(ledger: Ledger) -> str:
         raise Undecided(
             "the ledger does not state the step of its noise, so nobody can see the noise"
         )
-    norms, fractions = list[tuple[str, float, int, int]](), list[float]()
-    total = spread = centre = 0.0
-    for step, bound, std, done in ledger.released:
-        close = any(math.isclose(bound, one, rel_tol=HAIR) for one in follow.get(step, [bound]))
-        require(
-            close, f"C = {bound:g} of step {step} does not follow from what was released before"
-        )
+    norms = list[tuple[str, float, int, int]]()
+    total = 0.0
+    half = 0.0 if exponent is None else math.ldexp(1.0, -exponent - 1)
+    for step, std, done in ledger.released:
         if not done:
             continue
-        stated = "noised_norm" in done, "noised_fraction" in done
-        require(
-            stated == (True, adaptive is not None),
-            f"`done` of step {step} does not state what was noised",
-        )
-        half = 0.0
-        if exponent is not None:  # f is that of the first C, and moves with its binade
-            moved = 0 if adaptive is None else math.frexp(bound)[1] - math.frexp(first)[1]
-            half = math.ldexp(1.0, moved - exponent - 1)
+        require("noised_norm" in done, f"`done` of step {step} does not state what was noised")
         whole = {"owners": 1, "coordinates": coordinates, "norm": done["noised_norm"]}
         share = done.get("smallest_share", whole)
         norm, least_norm = (
@@ -1682,26 +1610,8 @@ def seen(ledger: Ledger) -> str:
         )
         norms.append((f"step {step}", least_norm**2, share["coordinates"], share["owners"]))
         total += norm**2
-        if adaptive is not None:
-            fraction = done["noised_fraction"]
-            apart = abs(fraction - centre) * batch * RAISED + 2.0**-15 if fractions else 0.0
-            spread += (apart / adaptive["unclipped_num_std"]) ** 2
-            fractions.append(fraction)
-            centre += (fraction - centre) / min(len(fractions), MEMORY)
-            moved = adaptive["clipbound_learning_rate"] * (
-                adaptive["target_unclipped_quantile"] - fraction
-            )
-            moved = min(max(math.log(bound / first) + moved, -math.log(1e4)), math.log(1e4))
-            follow.setdefault(step + 1, []).append(
-                first * math.exp(moved)
-            )  # C of the next step, which may come again
     steps, least = len(norms), min(math.sqrt(squared / count) for _, squared, count, _ in norms)
     norms.append(("all steps together", total, steps * coordinates, 1))
-    norms += (
-        [("the counts of unclipped examples", spread, len(fractions) - 1, 1)]
-        if len(fractions) > 1
-        else []
-    )
     level = LEVEL / sum(comparisons for *_, comparisons in norms)
     small = [what for what, squared, count, _ in norms if too_small(squared, count, level)]
     require(not small, f"less noise was drawn than stated, by the norm of {shown_list(small[:9])}")

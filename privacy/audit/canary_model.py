@@ -24,9 +24,7 @@ WIDTH = 32
 PLACES = ("embedding", "matrix", "matrix_again", "offset", "norm", "conv", "raw", "quiet")
 """What a gain belongs to; no canary has one for "quiet", so some parameters get noise alone. Made-up examples have them all."""
 SIZES = (0.75, 3.0, 12.0, 48.0)
-"""Norms over C: below it and above it, also where adaptive clipping moves C by powers of two."""
-BOUNDS = (1.0, 4.0, 0.25, 8.0, 0.125)
-"""Where clipping is adaptive C has these values times the first, one attempt after the other."""
+"""Norms over C: below it and above it."""
 PARTIAL = 0.9
 """This part of C is below the bound by itself: only the whole gradient of such a canary has to be clipped."""
 CROWD = {"matrix": 18, "conv": 18, "offset": 22, "norm": 22, "raw": 22}

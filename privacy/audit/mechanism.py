@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from ..clipping.functions import FUNCTIONS, RAMP
+from ..clipping.functions import FUNCTIONS
 from ..plan import PrivacyPlan
 from ..run.run import Run
-from .canary_model import BOUNDS, KEY_BITS, Canaries
+from .canary_model import KEY_BITS, Canaries
 from .report import AuditReport, Check, fact, random_check
 from .second_sampler import Attempt, SecondSampler
 
@@ -47,13 +47,12 @@ class Judge:
         tapes: of each rank its attempts and fsyncs (sandbox.py).
         micro_batches: of each session.
         ranks_A: of each attempt what each rank noted; `first_A` what rank 0 did.
-        sigma: the noise multiplier of the gradient, as the audited run states it and never as the sandbox used it.
-        bounds_A: the C that the audited run states, times what an adaptive sandbox makes of it.
-        steps_A: the step h of sums and noise, as the opening of the ledger states it and C moves it.
+        sigma, bound: noise multiplier and C, as the audited run states them and never as the sandbox used them.
+        step: h of sums and noise, as the opening of the ledger states it.
         whole_AD: what the optimizer got, times the public batch size, in steps; `sums_AD` is that times h.
         included_AN: chosen by the sampler and in the data, which `present_N` says.
         owner_D: the canary that alone touches a coordinate, -1 for nobody, and -2 for the crowd.
-        factors: of each C, what clipping multiplies every entry by, and norms of whole gradients.
+        factors_K: what clipping multiplies every entry by.
     """
 
     def __init__(
@@ -83,18 +82,11 @@ class Judge:
             self.folder.ledger.read_bytes(),
             sum(noted["silent"] for noted in self.first_A),
         )
-        adaptive, self.sigma = audited.adaptive_clipping, audited.noise_multiplier
-        self.bounds_A = np.full(len(self.ranks_A), audited.max_grad_norm)
-        if adaptive is not None:
-            self.sigma = adaptive.gradient_noise_multiplier(self.sigma)
-            self.bounds_A *= np.resize(BOUNDS, len(self.ranks_A))
-        first, exponent = np.frexp(self.plan.max_grad_norm)[1], run.ledger.opened["sum_exponent"]
-        self.steps_A = np.ldexp(1.0, np.frexp(self.bounds_A)[1] - first - exponent)
+        self.sigma, self.bound = audited.noise_multiplier, audited.max_grad_norm
+        self.step = math.ldexp(1.0, -run.ledger.opened["sum_exponent"])
         self.handed_AD = self.beside("handed")
-        self.whole_AD = np.rint(
-            self.handed_AD * self.plan.expected_batch_size / self.steps_A[:, None]
-        )
-        self.sums_AD = self.whole_AD * self.steps_A[:, None]
+        self.whole_AD = np.rint(self.handed_AD * self.plan.expected_batch_size / self.step)
+        self.sums_AD = self.whole_AD * self.step
         self.included_AN = np.zeros((len(self.ranks_A), self.plan.num_examples), dtype=bool)
         for included_N, ranks in zip(self.included_AN, self.ranks_A, strict=True):
             included_N[np.concatenate([noted["ids"] for noted in ranks])] = True
@@ -107,7 +99,7 @@ class Judge:
             start += length
         self.known_K, self.owner_D = ~canaries.hostile_N[canaries_K], np.full(self.size, -1)
         self.owner_D[self.at_K] = np.where(canaries.crowd_N[canaries_K], -2, canaries_K)
-        self.factors = {bound: self._factors(bound) for bound in set(self.bounds_A.tolist())}
+        self.factors_K = self._factors()
 
     def beside(self, name: str) -> Floats:
         """(A, D): coordinates in the order of their owners."""
@@ -115,29 +107,28 @@ class Judge:
             [np.concatenate([noted[name] for noted in ranks]) for ranks in self.ranks_A]
         )
 
-    def _factors(self, bound: float) -> tuple[Floats, Floats]:
-        """(K,) factors of the entries; (N,) norms of whole gradients."""
+    def _factors(self) -> Floats:
+        """Returns what clipping multiplies the entries by, (K,)."""
         names, count = list(self.engine.shapes), self.plan.num_examples
-        function = FUNCTIONS[self.plan.clipping_function](names, bound)
+        function = FUNCTIONS[self.plan.clipping_function](names, self.bound)
         group_K = np.array([function.group_of[name] for name in self.entries.names_K.tolist()])
         squares_K = np.where(self.known_K, self.entries.gains_K, 0.0) ** 2
-        factors_K, total_N = np.zeros(len(group_K)), np.zeros(count)
+        factors_K = np.zeros(len(group_K))
         for group, of_group in enumerate(function.bounds):
             in_K = group_K == group
             squared_N = np.bincount(self.entries.canaries_K[in_K], squares_K[in_K], count)
             weight_N = function.weight(torch.from_numpy(np.sqrt(squared_N)), of_group).numpy()
-            factors_K[in_K], total_N = weight_N[self.entries.canaries_K[in_K]], total_N + squared_N
-        return factors_K, np.sqrt(total_N)
+            factors_K[in_K] = weight_N[self.entries.canaries_K[in_K]]
+        return factors_K
 
-    def due(self, included_N: Flags, bound: float) -> tuple[Floats, Floats]:
+    def due(self, included_N: Flags) -> tuple[Floats, Floats]:
         """(D,) the clipped sum, and how far it may be from that: not at all where nothing was clipped, and CLOSE elsewhere.
 
         (Rounding to steps comes on top, but for a crowd, whose members are whole steps.)
         """
-        factors_K, _ = self.factors[bound]
         here = self.known_K & included_N[self.entries.canaries_K]
-        values = factors_K[here] * self.entries.gains_K[here]
-        loose = np.where(factors_K[here] == 1, 0.0, CLOSE) * np.abs(values)
+        values = self.factors_K[here] * self.entries.gains_K[here]
+        loose = np.where(self.factors_K[here] == 1, 0.0, CLOSE) * np.abs(values)
         sums_2D = [
             np.bincount(self.at_K[here], of, self.size).astype(np.float64) for of in (values, loose)
         ]
@@ -166,7 +157,6 @@ class Judge:
         ]
         checks += [*self.clipping(), *self.dealt()]
         checks += [*self.noise(), *self.charges()]
-        checks += self.counts() if self.audited.adaptive_clipping is not None else []
         return AuditReport("mechanism", checks, facts)
 
     def clipping(self) -> list[Check]:
@@ -180,17 +170,11 @@ class Judge:
 
         largest, furthest, mismatches, whole = 0.0, 0.0, 0, 0.0
         for index in range(self.silent):
-            sum_D, included_N, bound = (
-                self.sums_AD[index],
-                self.included_AN[index],
-                self.bounds_A[index],
-            )
-            (due_D, loose_D), all_N = (
-                self.due(included_N, bound),
-                norms(self.due(np.ones_like(included_N), bound)[0]),
-            )
+            sum_D, included_N = self.sums_AD[index], self.included_AN[index]
+            due_D, loose_D = self.due(included_N)
+            all_N = norms(self.due(np.ones_like(included_N))[0])
             norms_N, apart_D = norms(sum_D), np.abs(sum_D - due_D)
-            largest = max(largest, float(norms_N.max() / bound))
+            largest = max(largest, float(norms_N.max() / self.bound))
             mismatches += int(((norms_N > all_N / 2) != included_N)[honest_N].sum())
             furthest = max(furthest, float((norms(apart_D)[honest_N] / all_N[honest_N]).max()))
             exact_D = shared_D | ~included_N[self.owner_D]
@@ -249,8 +233,7 @@ class Judge:
             self.owner_D == -1,
             self.beside("draws"),
         )
-        std_T1, sums_TD = sigma * self.bounds_A[noisy, None], self.sums_AD[noisy]
-        z = sums_TD[:, quiet_D] / std_T1
+        z = self.sums_AD[noisy][:, quiet_D] / (sigma * self.bound)
         num_draws = [sum(noted["num_draws"] for noted in ranks) for ranks in self.ranks_A]
         ratio, fewest, most = float(np.sqrt((z**2).mean())), min(num_draws), max(num_draws)
         whole = f"the released noise has {ratio:.5f} times the planned standard deviation {sigma:.6g} C ({z.size} values)"
@@ -261,8 +244,8 @@ class Judge:
         asked_well = fewest == most == self.size and all(each)
         apart = self.handed_AD != self.sums_AD / plan.expected_batch_size
         deviations = [
-            deviation * step / (sigma * bound) - 1
-            for ranks, step, bound in zip(self.ranks_A, self.steps_A, self.bounds_A, strict=True)
+            deviation * self.step / (sigma * self.bound) - 1
+            for ranks in self.ranks_A
             for noted in ranks
             for deviation in noted["deviations"]
         ]
@@ -291,18 +274,15 @@ class Judge:
         ]
         if not asked_well:
             return checks
-        found = [
-            self.due(*pair)
-            for pair in zip(self.included_AN[noisy], self.bounds_A[noisy], strict=True)
-        ]
+        found = [self.due(included_N) for included_N in self.included_AN[noisy]]
         due_TD, loose_TD = (np.stack(column) for column in zip(*found, strict=True))
-        drawn_TD, steps_T1 = draws_AD[noisy], self.steps_A[noisy, None]
+        drawn_TD = draws_AD[noisy]
         # Where one canary contributes, that was rounded to a step; a crowd's members are whole steps.
         is_alone_TD = (self.owner_D >= 0) & self.included_AN[noisy][:, self.owner_D]
         is_known_TD = ~(is_alone_TD & self.canaries.hostile_N[self.owner_D])
         apart_TD = (
-            np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / steps_T1)
-            - loose_TD / steps_T1
+            np.abs(self.whole_AD[noisy] - drawn_TD - due_TD / self.step)
+            - loose_TD / self.step
             - is_alone_TD
         )
         besides = float(apart_TD[is_known_TD].max())
@@ -314,7 +294,7 @@ class Judge:
         # Of integers with a spacing of h standard deviations, N^2 h / (2 sqrt(pi)) pairs are equal by
         # chance, but for the sign.
         duplicates = int((np.diff(np.sort(np.abs(draws_AD), axis=None)) == 0).sum())
-        spacing = float((self.steps_A / (sigma * self.bounds_A)).max())
+        spacing = self.step / (sigma * self.bound)
         chance = draws_AD.size**2 * spacing / (2 * math.sqrt(math.pi))
         most_by_chance = 2 + math.ceil(chance + 5 * math.sqrt(chance))
         equal = f"{duplicates} of {draws_AD.size} numbers equal an earlier one but for the sign (chance gives {chance:.2g})"
@@ -365,14 +345,12 @@ class Judge:
         missing, differing = (made - charged).total(), (charged - made).total()
         released_A = [min(noted["released_at"] for noted in ranks) for ranks in self.ranks_A]
         late, misstated, before = 0, 0, Counter[int]()
-        for noted, released, bound in zip(
-            self.first_A, released_A, self.bounds_A.tolist(), strict=True
-        ):
+        for noted, released in zip(self.first_A, released_A, strict=True):
             step, needed = noted["step"], math.inf  # of an attempt that was never charged
             if intents[step]:
                 line, needed = intents[step].pop(0)
                 misstated += line["attempt"] != before[step] or not self._states_the_plan(
-                    line["releases"], bound
+                    line["releases"]
                 )
             before[step] += 1
             late += not any(at < released for at, size in in_ledger if size >= needed)
@@ -399,47 +377,13 @@ class Judge:
             fact("fresh_entropy", least >= 16, entropy, statistic=least, threshold=16),
         ]
 
-    def _states_the_plan(self, releases: list[dict[str, Any]], bound: float) -> bool:
-        """Whether an intent lists the gradient with the plan's noise, and no release beyond those of the plan."""
-        gradient, expected = releases[0], {"std": self.sigma * bound, "sensitivity": bound}
+    def _states_the_plan(self, releases: list[dict[str, Any]]) -> bool:
+        """Whether an intent lists the gradient with the plan's noise, and nothing else."""
+        gradient, expected = (
+            releases[0],
+            {"std": self.sigma * self.bound, "sensitivity": self.bound},
+        )
         is_stated = all(
             math.isclose(gradient[name], value, rel_tol=1e-9) for name, value in expected.items()
         )
-        return is_stated and len(releases) == 1 + (self.audited.adaptive_clipping is not None)
-
-    def counts(self) -> list[Check]:
-        """Released counts are centred, of members alone, and noised once, with the stated deviation; C follows them.
-
-        What an attempt notes is the noised centred count, the number drawn for it, in standard deviations (NaN where the source
-        was not asked exactly once), the fraction that was published, and C after it.
-        """
-        adaptive = self.audited.adaptive_clipping
-        assert adaptive is not None
-        std, draws, wrong, still = adaptive.unclipped_num_std, [], list[bool](), 0
-        for index, (noted, included_N) in enumerate(
-            zip(self.first_A, self.included_AN, strict=True)
-        ):
-            (count, drawn, fraction, moved), bound = noted["count"], self.bounds_A[index]
-            centred_N = np.clip((1 - self.factors[bound][1] / bound) / RAMP + 0.5, 0, 1) - 0.5
-            # A hostile example counts -1/2, or 0 if it is not finite.
-            noise = std * drawn if index >= self.silent else 0.0
-            honest = centred_N[included_N & ~self.canaries.hostile_N].sum() + noise
-            hostile = 0.5 * (included_N & self.canaries.hostile_N).sum()
-            wrong.append(not honest - hostile - 1e-6 <= count <= honest + 1e-6)  # NaN is wrong too
-            exponent = -adaptive.clipbound_learning_rate * (
-                fraction - adaptive.target_unclipped_quantile
-            )
-            still += not math.isclose(moved, bound * math.exp(exponent), rel_tol=1e-9)
-            draws.append(drawn)
-        silent, noisy = (
-            sum(wrong[: self.silent]),
-            sum(wrong[self.silent :]) + len(draws) - len(set(draws)),
-        )
-        centred = f"without noise the centred count is that of members below C and above it, but in {silent} attempts"
-        added = f"it is noised by sigma_b = {std:g} times one new number of the source, but in {noisy} attempts"
-        follows = f"C follows from the noised count that was published, but in {still} attempts"
-        return [
-            _at_most("count_sensitivity", silent, 0, centred),
-            _at_most("count_draws", noisy, 0, added),
-            _at_most("bound_follows", still, 0, follows),
-        ]
+        return is_stated and len(releases) == 1

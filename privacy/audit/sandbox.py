@@ -14,7 +14,6 @@ process, so that nothing that is audited has to report about itself. Rank 0 judg
 
 import contextlib
 import io
-import math
 import os
 import pickle
 import secrets
@@ -58,7 +57,6 @@ from ..step.batches import Dealt
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
 from .canary_model import (
-    BOUNDS,
     EMBEDDING,
     KEY_BITS,
     PLACES,
@@ -362,18 +360,11 @@ class Tape(Watcher):
         batches: Iterator[MicroBatch],
         step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
-        run, clipped, is_killed = (
-            self.run,
-            self.run.mechanism.clipped,
-            self.session == 0 and plan.step == self.last,
-        )
+        run = self.run
+        is_killed = self.session == 0 and plan.step == self.last
         self._begin()  # a start may have reduced made-up sums
         # Silent steps show the clipped sums exactly; the noise is drawn all the same, and its numbers are kept.
         self._is_silent = plan.step <= self._num_silent
-        if clipped.adaptive is not None:
-            clipped.max_grad_norm = (
-                run.plan.max_grad_norm * BOUNDS[len(self.attempts) % len(BOUNDS)]
-            )
         before = self._weights()
         with ExitStack() as around:
             watch = partial(self._step, run.parts.engine.step)
@@ -382,7 +373,7 @@ class Tape(Watcher):
                 around.enter_context(mock.patch.object(run.ledger, "done"))
             record = step(self._batches(batches))
         after = self._weights()
-        self._end(plan, before, after, record)
+        self._end(plan, before, after)
         self.is_finite = not collectives.on_any(not np.isfinite(after).all())[0]
         if is_killed or not self.is_finite:
             raise _Ended
@@ -392,17 +383,8 @@ class Tape(Watcher):
         # A copy, since an engine may hand out views of what it updates in place.
         return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
 
-    def _end(self, plan: Dealt, before: np.ndarray, after: np.ndarray, record: StepRecord) -> None:
-        drawn, count = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy(), None
-        published = record.public.get("privacy/noised_unclipped_fraction")
-        if published is not None:  # rank 0 noises the count after all else
-            # What was published is a fraction of the public batch size, centred at one half.
-            value, alone = (published.value - 0.5) * self.run.plan.expected_batch_size, drawn[:0]
-            if collectives.rank() == 0:
-                drawn, alone = drawn[: len(after)], drawn[len(after) :]
-            moved = self.run.mechanism.clipped.max_grad_norm
-            noise = alone[0] / self._deviations.pop() if len(alone) == 1 else math.nan
-            count = value, noise, published.value, moved
+    def _end(self, plan: Dealt, before: np.ndarray, after: np.ndarray) -> None:
+        drawn = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy()
         ids, keys = (torch.cat(column).cpu().numpy() for column in zip(*self._seen, strict=True))
         # A source that was asked for another number leaves no numbers that could be laid beside the coordinates.
         self.attempts.append(
@@ -418,7 +400,6 @@ class Tape(Watcher):
                 "handed": self._handed,
                 "ids": ids,
                 "keys": keys.view(np.uint64),
-                "count": count,
                 "released_at": self._released_at,
                 "least_entropy": self._least_entropy,
             }
@@ -458,9 +439,7 @@ def run_sandbox(
     canaries = make_canaries(num_single, audited.max_grad_norm)
     # The slack is what contract 4 states for floating point. A sandbox claims no epsilon, which its plan says, and little noise
     # is no reason to refuse it.
-    same = (
-        "noise_multiplier target_delta max_grad_norm clipping_function arithmetic adaptive_clipping"
-    )
+    same = "noise_multiplier target_delta max_grad_norm clipping_function arithmetic"
     request = PlanRequest(
         num_examples=len(canaries),
         expected_batch_size=round(SAMPLE_RATE * len(canaries)),

@@ -114,7 +114,7 @@ class Grid:
     """The step h = 2^-f of a run's sums, and how they are stored.
 
     With C = m 2^e and m in [1/2, 1), f = bits - e: an entry of one example's contribution is at most C (1 + r) 2^f, below
-    2^bits (1 + r) whatever C is, so that `bits` and the layout stay where C moves (adaptive clipping).
+    2^bits (1 + r) whatever C is.
 
     Attributes:
         bits: from the numbers of coordinates, the cap and sigma, so it is the same on any number of ranks; 0 without a grid.

@@ -42,7 +42,7 @@ class CertifiedSum(ClippedSum):
         lattice: its bound is C.
         function: any; it is aimed at a little less than C, so that what it scales is within C after rounding.
 
-    The other arguments are those of `ClippedSum`. C does not move, and there are no modes.
+    The other arguments are those of `ClippedSum`. There are no modes.
 
     Raises:
         PrivacyConfigError: as `ClippedSum` does; or the lattice is too coarse for this number of parameters.
@@ -76,10 +76,6 @@ class CertifiedSum(ClippedSum):
         return Grid(layout="int64")
 
     def _set_bound(self, value: float) -> None:
-        if value != self.lattice.bound:
-            raise ValueError(
-                f"the bound of a certified sum is that of its lattice, {self.lattice.bound}, not {value}"
-            )
         super()._set_bound(value)
         self._num_coordinates = sum(self._numel.values())
         self._function = self._make_function(

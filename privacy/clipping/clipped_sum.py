@@ -29,9 +29,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..adaptive_clipping import COUNT_SENSITIVITY, SMALLEST_BOUND, AdaptiveClipping
 from ..errors import PrivacyConfigError
-from ..releases import Release, step_releases
+from ..limits import SMALLEST_BOUND
+from ..releases import Release, release_of_step
 from ..rounded_normal import MOST_DEVIATION, deviation_in_units
 from .accumulators import (
     EXAMPLES_PER_PART,
@@ -40,7 +40,6 @@ from .accumulators import (
     MakeAccumulator,
     Slot,
     Total,
-    Unit,
     add_together,
     blocks,
 )
@@ -104,14 +103,13 @@ class ClippedSum:
             a coordinate where that many fit, else 8. Without them there is room for a million.
         noise_multiplier: sigma. 0 is without noise: sums are then fp64, and keep gradients far below C. They are whole multiples
             of a step otherwise, which is coarser where sigma is in the thousands.
-        adaptive: C moves, from `max_grad_norm` on, and a step releases the count that it follows; flat clipping only.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
             inputs of these kinds, and is as it was then; sizes and shapes are tried when they come (checked.py). False where a
             copy has passed, as in the trainer.
 
     Raises:
-        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or `adaptive` without `flat`; or C
+        PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or C
             outside SMALLEST_BOUND to NEVER_CLIPS; or matrix products are not exact on this device.
     """
 
@@ -127,14 +125,9 @@ class ClippedSum:
         cap: int | None = None,
         rows: int | None = None,
         noise_multiplier: float = 1.0,
-        adaptive: AdaptiveClipping | None = None,
         device: torch.device | None = None,
         self_check: bool = True,
     ):
-        if adaptive is not None and function is not flat:
-            raise PrivacyConfigError(
-                "adaptive clipping counts norms over all parameters: combine it with flat clipping only"
-            )
         self._shapes = shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self.mode = mode
         self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
@@ -174,17 +167,14 @@ class ClippedSum:
             device or first.device,
         )
         require_exact_products(self._device, self._dtype, (shapes[name] for name in parameters))
-        if adaptive is not None:  # the sum alone has a little more noise
-            noise_multiplier = adaptive.gradient_noise_multiplier(noise_multiplier)
         has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
         self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
-        self.count_unit = None if adaptive is None else _count_unit(adaptive, cap)
         self.accumulator = accumulator(
             {name: shapes[name] for name in parameters}, self.grid, self._device
         )
         self._make_function = function
-        self.adaptive = adaptive
-        self.max_grad_norm = max_grad_norm
+        self._set_bound(max_grad_norm)
+        self.zero_()
 
     def _record(self) -> Recorder:
         """The recorder, made anew where the self-check has given parameters to the fallback since."""
@@ -211,24 +201,14 @@ class ClippedSum:
 
     @property
     def max_grad_norm(self) -> float:
-        """C. Setting it starts a new logical batch: no sum holds contributions of two bounds."""
+        """C."""
         return self._max_grad_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> None:
-        self._set_bound(value)
-        self.zero_()
 
     def _set_bound(self, value: float) -> None:
         if not (SMALLEST_BOUND <= value <= NEVER_CLIPS or value == math.inf):
             raise PrivacyConfigError(
                 f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
                 f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {value}"
-            )
-        if (value < math.inf) != (getattr(self, "_max_grad_norm", value) < math.inf):
-            raise PrivacyConfigError(
-                "max_grad_norm cannot become finite or infinite later, since sums without a bound are kept in another way: make "
-                "another ClippedSum"
             )
         self._max_grad_norm = value
         self._function = self._make_function(self._names, value)
@@ -243,8 +223,8 @@ class ClippedSum:
         """Whether sums are communicated before the logical batch is complete: then its intent comes first (contract 9)."""
         return self.accumulator.leaves_process
 
-    def releases(self, noise_multiplier: float) -> list[Release]:
-        """Everything that a step with this sum releases, the sum itself first, with its noise.
+    def release(self, noise_multiplier: float) -> Release:
+        """Returns what a step with this sum releases: the sum, with its noise.
 
         Raises:
             PrivacyConfigError: noise for a sum that is not clipped, or was made for none.
@@ -253,24 +233,19 @@ class ClippedSum:
             raise PrivacyConfigError(
                 "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
             )
-        exponent, releases = (
-            self.exponent,
-            step_releases(noise_multiplier, self.sensitivity, self.adaptive),
-        )
+        exponent = self.exponent
+        release = release_of_step(noise_multiplier, self.sensitivity)
         if (exponent is None) != (noise_multiplier == 0):
             raise PrivacyConfigError(
                 "sums are whole multiples of a step exactly where they get noise, which hides what rounding moves: give "
                 f"ClippedSum noise_multiplier={noise_multiplier:g}"
             )
-        if (
-            exponent is not None
-            and deviation_in_units(releases[0]["std"], exponent) > MOST_DEVIATION
-        ):
+        if exponent is not None and deviation_in_units(release["std"], exponent) > MOST_DEVIATION:
             raise PrivacyConfigError(
                 f"noise of {noise_multiplier:g} C passes what is drawn exactly in steps of this sum: give ClippedSum "
                 f"noise_multiplier={noise_multiplier:g}, which takes a coarser step"
             )
-        return releases
+        return release
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
@@ -576,9 +551,7 @@ class ClippedSum:
             self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
             for norm_B, bound in zip(norms, self._function.bounds, strict=True)
         ]
-        return Factors(
-            norms, weights, is_finite_B, None, self.sensitivity, torch.zeros_like(excluded_B)
-        )
+        return Factors(norms, weights, is_finite_B, None, torch.zeros_like(excluded_B))
 
     def _add_together(self, sums: Mapping[str, Tensor], num_examples: int) -> None:
         if sums:
@@ -597,17 +570,6 @@ class ClippedSum:
         if into is not slot:
             slot.total.add([into.total.low], len(weight_B))
         self.accumulator.filled(name)
-
-
-def _count_unit(adaptive: AdaptiveClipping, cap: int | None) -> Unit | None:
-    """The step of the count of unclipped examples, which is a sum over one coordinate.
-
-    What an example adds lies anywhere from -1/2 to 1/2 (functions.unclipped), so a step of 1/2 would let
-    one example move the rounded count by two steps: a sum just below 1/4 rounds to 0, and to 1 with 1/2
-    more and its last bit off. As elsewhere the step is at most 2^-13 of the sensitivity.
-    """
-    multiplier = adaptive.unclipped_num_std / COUNT_SENSITIVITY
-    return Grid.of(1, torch.float64, cap, noise_multiplier=multiplier).unit(COUNT_SENSITIVITY)
 
 
 def require_unwritten(writes: Writes, who: str) -> None:

@@ -11,15 +11,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..options import OPTIONS, Adaptive, Clipping
+from ..options import OPTIONS, Clipping
 
 Normaliser = Literal["clip", "normalise"]
 
 STABILITY = 0.01
 """gamma of automatic clipping: the norm is divided by |g| + gamma, so that tiny gradients keep tiny contributions."""
-
-RAMP = 0.01
-"""Width, relative to C, of the step from unclipped to clipped; see `unclipped`."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +61,12 @@ def function_of(option: Clipping) -> Callable[[list[str], float], ClippingFuncti
     return make
 
 
-def unclipped(norm_B: Tensor, bound: float) -> Tensor:
-    """(B,) float64, b_i of adaptive clipping: 1 for norms below the bound, 0 above, linear within half a RAMP around it.
-
-    The paper's b_i is the step itself. But the last bit of a norm may depend on an example's place in the micro-batch, and
-    so on which others are there: for examples right at C, a step would let one example flip the count of many others.
-    """
-    return ((1 - norm_B.double() / bound) / RAMP + 0.5).clamp(0, 1)
-
-
 FUNCTIONS = {
     name: function_of(option)
     for name, option in OPTIONS["clipping_function"].items()
-    if isinstance(option, Clipping) and not isinstance(option, Adaptive)
+    if isinstance(option, Clipping)
 }
-"""The functions by the names that plans use. Adaptive clipping is flat at every step; privacy/adaptive_clipping.py moves C."""
+"""The functions by the names that plans use."""
 flat, automatic, per_layer, grouped = (
     FUNCTIONS[name] for name in ("flat", "automatic", "per_layer", "grouped")
 )

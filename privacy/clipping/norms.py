@@ -67,7 +67,6 @@ from torch import Tensor
 from ..releases import SENSITIVITY_SLACK
 from .accumulators import MOST_CANCELLED
 from .contributions import Contribution, Dense, fold_error, inner, is_short
-from .functions import unclipped
 from .precision import Norm
 
 
@@ -202,8 +201,6 @@ class MicroBatchStats(NamedTuple):
     num_clipped: Tensor
     num_nonfinite: Tensor
     norm_sum: Tensor
-    centred_unclipped: Tensor
-    """float64: sum of b_i - 1/2 (privacy/adaptive_clipping.py); padding and non-finite examples add nothing."""
     num_cancelled: Tensor
     """Examples whose own tokens cancel, so that they contribute less than the clipping function says (norms.py)."""
 
@@ -220,7 +217,6 @@ class Factors(NamedTuple):
     weights: list[Tensor]
     is_finite_B: Tensor
     blank_B: Tensor | None
-    bound: float
     is_cancelled_B: Tensor
 
     def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
@@ -233,8 +229,5 @@ class Factors(NamedTuple):
             num_clipped=(counted_B & is_clipped_B).sum(),
             num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
             norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
-            centred_unclipped=(unclipped(norm_B, self.bound) - 0.5)
-            .masked_fill(~counted_B, 0)
-            .sum(),
             num_cancelled=(counted_B & self.is_cancelled_B).sum(),
         )

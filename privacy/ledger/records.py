@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
-from ..adaptive_clipping import RANGE, AdaptiveClipping
 from ..errors import PrivacyConfigError, refusing
-from ..plan import PrivacyPlan
-from ..releases import step_releases
+from ..plan import PrivacyPlan, with_constant_bound
+from ..releases import release_of_step
 from ..sampling.keys import NONCE_BYTES
 from .chain import (
     TORN_MARK,
@@ -85,7 +84,6 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     "done": {
         **_STEP,
         "noised_norm?": is_number,
-        "noised_fraction?": is_number,
         "smallest_share?": _is_share,
     },
     "checkpoint": {"step": is_count, "path": str, "digest": is_hex},
@@ -209,12 +207,12 @@ class LedgerState(ChainState):
                     recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
                 except PrivacyConfigError as error:
                     raise LineRefused(f"the frozen plan is refused: {error}") from error
-                one, other = (
-                    json.dumps(plan, sort_keys=True) for plan in (recorded, record["plan"])
+                read, written = (
+                    json.dumps(plan, sort_keys=True)
+                    for plan in (recorded, with_constant_bound(record["plan"]))
                 )
-                require(
-                    one == other, "a number of the frozen plan has another type"
-                )  # as 1, 1.0 and true have
+                # As 1, 1.0 and true have.
+                require(read == written, "a number of the frozen plan has another type")
             case "session":
                 require(
                     record["nonce"] not in self.nonces,
@@ -355,21 +353,13 @@ def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
             f"noise multiplier {sigma:g} is not the planned one",
         )
         return
-    bound, adaptive = plan["max_grad_norm"], plan["adaptive_clipping"]
-    if adaptive is not None:  # C moves
-        low, high = bound / RANGE, bound * RANGE
-        bound, adaptive = releases[0]["sensitivity"], AdaptiveClipping(**adaptive)
-        require(low <= bound <= high, f"C = {bound:g} is outside of its range")
-    planned = step_releases(plan["noise_multiplier"], bound, adaptive)
-    names = [release["name"] for release in planned]
+    planned = release_of_step(plan["noise_multiplier"], plan["max_grad_norm"])
+    names = [release["name"] for release in releases]
+    require(names == [planned["name"]], f"a step of this plan releases {planned['name']}")
+    (stated,) = releases
     require(
-        [r["name"] for r in releases] == names,
-        f"a step of this plan releases {' and '.join(names)}",
+        _close(stated["std"], planned["std"])
+        and _close(stated["sensitivity"], planned["sensitivity"]),
+        f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
+        f"plan has {planned['std']:g} for {planned['sensitivity']:g}",
     )
-    for stated, expected in zip(releases, planned, strict=True):
-        require(
-            _close(stated["std"], expected["std"])
-            and _close(stated["sensitivity"], expected["sensitivity"]),
-            f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
-            f"plan has {expected['std']:g} for {expected['sensitivity']:g}",
-        )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..accounting.accountants import accountant_version
 from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
-from ..plan import PrivacyPlan, require_equal
+from ..plan import PrivacyPlan, require_equal, with_constant_bound
 from ..sampling.keys import SamplingKey
 from . import durable
 from .ledger import PROGRAM_START, Ledger
@@ -85,7 +85,7 @@ def open_run_state(
         frozen = (
             f"{ledger_path}: privacy fields are frozen, so give the old value or another run folder"
         )
-        require_equal(state.opened["plan"], plan.frozen_fields(), frozen)
+        require_equal(with_constant_bound(state.opened["plan"]), plan.frozen_fields(), frozen)
         key = SamplingKey.load(key_path, state.opened["key_commitment"])
         if state.opened.get("data_hmac") != key.hmac(data_manifest):
             raise PrivacyConfigError(

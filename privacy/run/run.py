@@ -4,7 +4,6 @@
 closes. A side (trainer/run/start.py, privacy/loop/opening.py) says what it trains and reads, and adds its own checks.
 """
 
-import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ from ..noise import NoiseSource
 from ..plan import PrivacyPlan
 from ..premises import require_premises
 from ..step import collectives
-from ..step.adaptive_bound import MANIFEST_KEY
 from ..step.batches import Dealt, LogicalBatches
 from ..step.engine import Engine, ShardState
 from ..step.folder import RunFolder
@@ -163,7 +161,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     parts = start.build(opening.plan, resumed)
     require_premises(opening.plan, parts.clipped, parts.engine, parts.micro_batch_size, parts.nodes)
     noised = sum(parts.engine.layout.count(rank) for rank in range(collectives.world_size()))
-    exponent = first_exponent(parts.clipped, opening.plan)
+    exponent = parts.clipped.exponent
     if ledger is not None:
         stated, step = ledger.opened.get("noised_coordinates"), ledger.opened.get("sum_exponent")
         if stated not in (None, noised):  # too large a number would refute honest noise
@@ -309,13 +307,11 @@ class Run:
             return
         require_finite(self.parts.engine, self.step)
         states, shapes, facts = self.parts.stored()
-        clipped = self.mechanism.clipped
         said = {  # a checkpoint without it would be a model without a guarantee
             "formal_guarantee": self.plan.formal_guarantee,
             "reasons": list(self.plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
-            **({MANIFEST_KEY: clipped.max_grad_norm} if clipped.adaptive is not None else {}),
         }
         self._checkpoints.save(self.step, states, shapes, said | dict(facts))
         self.saved = self.step
@@ -332,15 +328,6 @@ def require_drawn_noise(folder: RunFolder, plan: PrivacyPlan, resumed: Checkpoin
             f"{folder.ledger}: the run began with noise made of doubles, which is no longer drawn: export and "
             "verify what it has, end it with version 0.1, or start another run folder"
         )
-
-
-def first_exponent(clipped: ClippedSum, plan: PrivacyPlan) -> int | None:
-    """f of the sums at the plan's C, where C may have moved since (adaptive clipping), and f with it; None without noise."""
-    if clipped.exponent is None:
-        return None
-    return (
-        clipped.exponent + math.frexp(clipped.max_grad_norm)[1] - math.frexp(plan.max_grad_norm)[1]
-    )
 
 
 def load_newest(

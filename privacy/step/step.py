@@ -22,7 +22,6 @@ from ..plan import PrivacyPlan
 from ..releases import Release
 from ..rounded_normal import deviation_in_units
 from . import clock, collectives
-from .adaptive_bound import FRACTION, adapt_bound
 from .engine import Engine, GradShard, to_device
 from .reduction import reduce_to_owners
 
@@ -79,7 +78,7 @@ class StepRecord:
     """What one step leaves behind, private and public by type.
 
     `private` holds sums over all ranks, computed without noise: MicroBatchStats' fields and the number of undecodable
-    examples. `noised_grad_norm` is post-processing of the noised gradient; `public` holds what else may be published.
+    examples. `noised_grad_norm` is post-processing of the noised gradient.
     `communication_bytes` is what this rank sent for the sums; it follows from the number of micro-batches. `seconds` are those of
     the step's phases on this rank.
     """
@@ -87,7 +86,6 @@ class StepRecord:
     lr: Public[float]
     noised_grad_norm: Public[float]
     private: dict[str, Private[float]]
-    public: dict[str, Public[float]]
     communication_bytes: Private[int]
     seconds: dict[str, Private[float]]
 
@@ -98,14 +96,13 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     laps = clock.Laps(engine.device)
     clipped.zero_()
     collectives.traffic.reset()
-    releases = clipped.releases(plan.noise_multiplier)
-    noise_std = (
-        releases[0]["std"] if plan.noise_multiplier > 0 else 0.0
-    )  # without privacy C is infinite
+    release = clipped.release(plan.noise_multiplier)
+    # Without privacy C is infinite.
+    noise_std = release["std"] if plan.noise_multiplier > 0 else 0.0
     stats: list[MicroBatchStats] = []
     num_undecodable = 0
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
-        lr = _intend(mechanism, step, releases)
+        lr = _intend(mechanism, step, release)
     for batch in (
         micro_batches
     ):  # sum of clipped gradients: no noise, no division; locally also no communication
@@ -119,7 +116,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     clipped.require_repeated()
     laps.end("gradients")  # the wait for data is in it
     if not clipped.leaves_process:
-        lr = _intend(mechanism, step, releases)
+        lr = _intend(mechanism, step, release)
     laps.end("intent")
 
     shards = reduce_to_owners(clipped, engine.layout)
@@ -143,16 +140,13 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     laps.end("noise")
     norm, noised = _norm(shards, noise_std / plan.expected_batch_size)
     engine.step(shards, lr=lr)  # may free them
-    public = adapt_bound(clipped, plan, mechanism.noise, stats, releases)
-    if FRACTION in public:
-        noised["noised_fraction"] = public[FRACTION].value
     stated = noised if noise_std > 0 else {}  # without noise nothing of it may stand in the ledger
     mechanism.ledger.done(step, **stated)
     laps.end("update")
-    return _record(lr, norm, stats, num_undecodable, public, laps.seconds)
+    return _record(lr, norm, stats, num_undecodable, laps.seconds)
 
 
-def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> float:
+def _intend(mechanism: Mechanism, step: int, release: Release) -> float:
     """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
 
     Returns the step's learning rate. In an own loop it is a user's code: asked for before `note_charge`, which finds what it
@@ -163,7 +157,7 @@ def _intend(mechanism: Mechanism, step: int, releases: list[Release]) -> float:
     collectives.agree(
         ready=True
     )  # a rank that failed until here, or ran out of time to stop, costs no charge
-    mechanism.ledger.intent(step, releases=releases)
+    mechanism.ledger.intent(step, releases=[release])
     return lr
 
 
@@ -208,7 +202,6 @@ def _record(
     norm: float,
     stats: Sequence[MicroBatchStats],
     num_undecodable: int,
-    public: dict[str, Public[float]],
     seconds: dict[str, Private[float]],
 ) -> StepRecord:
     """What the step shows, summed over its micro-batches and all ranks."""
@@ -224,7 +217,6 @@ def _record(
         lr=Public(lr, Reason.SCHEDULE),
         noised_grad_norm=Public(norm, Reason.NOISED),
         private={name: Private(total) for name, total in zip(names, totals.tolist(), strict=True)},
-        public=public,
         communication_bytes=Private(collectives.traffic.bytes.total()),
         seconds=seconds,
     )

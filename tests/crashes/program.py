@@ -30,7 +30,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
 from privacy.step.batches import Dealt as StepPlan
@@ -139,9 +139,7 @@ def start(
         for step in range(first, STEPS + 1):
             plan = StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
             run.note(plan, micro_batch_size=40)
-            run.intent(
-                step, releases=step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None)
-            )
+            run.intent(step, releases=[release_of_step(PLAN.noise_multiplier, PLAN.max_grad_norm)])
             note((nonce.hex(), step, run.attempts.get(step, 0)))
             run.done(step)
             if step != 2:

@@ -19,7 +19,6 @@ PLAN = {
     "sample_rate": 0.05,
     "expected_batch_size": 100,
     "cap": 180,
-    "adaptive_clipping": {"unclipped_num_std": 6.0},
 }
 NUMBERS: dict[str, Any] = {
     "num_examples": 2000,

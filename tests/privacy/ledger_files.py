@@ -9,7 +9,7 @@ from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
 NUMBERS = {
@@ -37,8 +37,8 @@ def create(tmp_path, mirror=None):
 def take_step(ledger, step):
     attempt = ledger.state.attempts[step]
     plan = ledger.plan
-    releases = step_releases(plan.noise_multiplier, plan.max_grad_norm, plan.adaptive_clipping)
-    ledger.intent(step, attempt, releases)
+    release = release_of_step(plan.noise_multiplier, plan.max_grad_norm)
+    ledger.intent(step, attempt, [release])
     ledger.done(step, attempt)
 
 

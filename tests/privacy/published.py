@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from privacy.verify import __file__ as VERIFIER
 from tests.privacy.ledger_files import NUMBERS, rechained
 from trainer.report import build_card
@@ -60,8 +59,6 @@ def config_of(
         "noise_multiplier" if plan.target_epsilon is None else "target_epsilon",
     ]
     asked: dict[str, Any] = {name: getattr(plan, name) for name in names}
-    if plan.adaptive_clipping is not None:
-        asked |= {"clipping_function": "adaptive", **asdict(plan.adaptive_clipping)}
     asked |= {} if owner is None else {"max_examples_per_owner": owner}
     lines = [f"{name} = {json.dumps(value)}" for name, value in asked.items()]
     lines += ["[train]", f"num_steps = {plan.num_steps}"]
@@ -86,20 +83,11 @@ COORDINATES = 20_000
 
 
 def noised(plan: PrivacyPlan, std: float, step: int, part: float = 1.0) -> dict[str, float]:
-    """What `done` states where the sum is nothing and the noise is exactly as long as it is in the mean, or a part of that.
-
-    Fractions of unclipped examples swing by their own noise about the quantile.
-    """
+    """What `done` states where the sum is nothing and the noise is exactly as long as it is in the mean, or a part of that."""
     if std == 0:
         return {}
     scale = std / plan.expected_batch_size
-    stated = {"noised_norm": float(f"{part * scale * math.sqrt(COORDINATES):.9g}")}
-    if plan.adaptive_clipping is not None:
-        swing = part * plan.adaptive_clipping.unclipped_num_std * (-1) ** step
-        stated["noised_fraction"] = plan.adaptive_clipping.noised_fraction(
-            swing, plan.expected_batch_size
-        )
-    return stated
+    return {"noised_norm": float(f"{part * scale * math.sqrt(COORDINATES):.9g}")}
 
 
 def exponent_of(plan: PrivacyPlan, coordinates: int) -> int | None:
@@ -108,11 +96,8 @@ def exponent_of(plan: PrivacyPlan, coordinates: int) -> int | None:
         return None
     if plan.lattice is not None:
         return plan.lattice.exponent
-    adaptive, sigma = plan.adaptive_clipping, plan.noise_multiplier
-    sigma = sigma if adaptive is None else adaptive.gradient_noise_multiplier(sigma)
-    unit = Grid.of(coordinates, torch.float32, plan.max_batch_size, noise_multiplier=sigma).unit(
-        plan.max_grad_norm
-    )
+    sigma, cap = plan.noise_multiplier, plan.max_batch_size
+    unit = Grid.of(coordinates, torch.float32, cap, noise_multiplier=sigma).unit(plan.max_grad_norm)
     return None if unit is None else unit.exponent
 
 
@@ -167,25 +152,20 @@ def publish(
         **opened,
     }
     fields |= {"noised_coordinates": COORDINATES, "sum_exponent": exponent_of(plan, COORDINATES)}
-    bound = plan.max_grad_norm
+    release = release_of_step(plan.noise_multiplier, plan.max_grad_norm)
     place = folder / "checkpoints" / f"step-{steps:08d}"
     place.mkdir(parents=True)
     (place / "weights.safetensors").write_bytes(b"weights")
     with Ledger.create(folder / "ledger.jsonl", fields) as ledger:
         ledger.start_session({"commit": "c0ffee"})
         for step in range(1, steps + 1):
-            releases = step_releases(plan.noise_multiplier, bound, plan.adaptive_clipping)
-            stated = noised(plan, releases[0]["std"], step)
+            stated = noised(plan, release["std"], step)
             if step == 2:
-                ledger.intent(step, 0, releases)
+                ledger.intent(step, 0, [release])
                 ledger.start_session({"commit": "c0ffee"})
             attempt = ledger.state.attempts[step]
-            ledger.intent(step, attempt, releases)
+            ledger.intent(step, attempt, [release])
             ledger.done(step, attempt, **stated)
-            if plan.adaptive_clipping is not None:
-                bound = plan.adaptive_clipping.next_bound(
-                    bound, stated["noised_fraction"], plan.max_grad_norm
-                )
         seq, line_hash = ledger.position()
         manifest = {
             "step": steps,

@@ -18,7 +18,6 @@ from trainer.config.recipe import RunConfig, load_config, to_toml
 NOISE = ("privacy.noise_multiplier=1.0",)
 RECIPES: dict[str, tuple[str, ...]] = {
     "plain": NOISE,
-    "adaptive": (*NOISE, "privacy.clipping_function=adaptive", "privacy.unclipped_num_std=3.0"),
     "shuffled": (*NOISE, "privacy.sampling=shuffle"),
     "small noise": ("privacy.noise_multiplier=0.2", "privacy.allow_small_noise=true"),
     "simulated": (*NOISE, "privacy.simulation=true"),
@@ -57,20 +56,16 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(
         {"expected_batch_size": 12, "cap": None},
         {"target_delta": 1e-4},
         {"reserved_attempts": 7},
-        {"enabled": False, "adaptive_clipping": None},
+        {"enabled": False},
+        {"clipping_function": "per_layer"},
     ]
-    if name == "adaptive":
-        changes += [{"adaptive_clipping": None}]
-        changes += [{"adaptive_clipping": replace(plan.adaptive_clipping, unclipped_num_std=9.0)}]
-    elif name == "calibrated":
+    if name == "calibrated":
         changes[0] = {"noise_multiplier": 1.2 * plan.noise_multiplier}
         changes += [{"target_epsilon": 2.0}]
     elif name == "simulated":
         changes += [{"informal_reasons": ()}]
     elif name == "not private":
         changes = [{"enabled": True, "noise_multiplier": 1.0}]
-    elif name != "small noise":  # which leaves no room for the count
-        changes += [{"adaptive_clipping": planned(*RECIPES["adaptive"])[1].adaptive_clipping}]
     for changed in changes:
         with pytest.raises(PrivacyStateRefused, match="one of the two was changed") as refused:
             judge(replace(plan, **changed))

@@ -16,7 +16,6 @@ import pytest
 
 import privacy.ledger.ledger
 from privacy import verify
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import TORN_MARK, encode_line, read_chain
 from privacy.ledger.ledger import Ledger
@@ -25,7 +24,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from tests.privacy.ledger_files import (
     ENVIRONMENT,
     NUMBERS,
@@ -83,7 +82,6 @@ MAY_LACK = {
 OPTIONAL = {
     "target_epsilon",
     "cap",
-    "adaptive_clipping",
     "shared_ledger",
     "max_examples_per_owner",
     "num_examples",
@@ -688,7 +686,6 @@ def plan(**changed):
 PLANS = {
     "plain": plan(),
     "no cap": plan(cap=None),
-    "adaptive": plan(adaptive_clipping=AdaptiveClipping(0.5, 0.2, 6.0)),
     "small noise": plan(
         noise_multiplier=0.25,
         allow_small_noise=True,
@@ -733,7 +730,7 @@ def numbers(value):
 def test_contract_10_no_number_of_an_intent_written_anew_lowers_epsilon(own, tmp_path, no_fsync):
     """Four steps, the third of them killed and tried again: each number of each intent, changed in every way."""
     path = tmp_path / "ledger.jsonl"
-    releases = step_releases(own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping)
+    releases = [release_of_step(own.noise_multiplier, own.max_grad_norm)]
     with Ledger.create(path, {"plan": own.frozen_fields(), "key_commitment": "ab" * 32}) as ledger:
         for steps in ([1, 2, 3], [3, 4]):
             ledger.start_session({})

@@ -17,29 +17,25 @@ from scipy.stats import chi2
 from torch import Tensor, nn
 
 from privacy import noise_seen, verify
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.noise import SystemNoise
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from tests.privacy.cards import without_surroundings
 from tests.privacy.loop.own import D, K, make, rows
 from tests.privacy.published import ASKED, COORDINATES, exponent_of, noised
 
 STEPS = 40
-ADAPTIVE = AdaptiveClipping(
-    target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=9.0
-)
 
 
 def plan_of(steps: int = STEPS, **changes: Any) -> PrivacyPlan:
     return make_plan(PlanRequest(**ASKED | {"num_steps": steps} | changes))
 
 
-FLAT, MOVING = plan_of(max_grad_norm=3.0), plan_of(adaptive_clipping=ADAPTIVE)
+PLAN = plan_of(max_grad_norm=3.0)
 Stated = Callable[[PrivacyPlan, float, int], dict[str, Any]]
 
 
@@ -50,7 +46,7 @@ def ledger_of(
     coordinates: int = COORDINATES,
     exponent: int | None = None,
 ) -> Path:
-    """A ledger of all steps of a plan, in which C moves as the counts say; `stated` is what each `done` states."""
+    """A ledger of all steps of a plan; `stated` is what each `done` states."""
     fields = {
         "plan": plan.frozen_fields(),
         "key_commitment": "ab" * 32,
@@ -60,16 +56,10 @@ def ledger_of(
     path.unlink(missing_ok=True)
     with Ledger.create(path, fields) as ledger:
         ledger.start_session({})
-        bound = plan.max_grad_norm
+        release = release_of_step(plan.noise_multiplier, plan.max_grad_norm)
         for step in range(1, plan.num_steps + 1):
-            releases = step_releases(plan.noise_multiplier, bound, plan.adaptive_clipping)
-            ledger.intent(step, 0, releases)
-            said = stated(plan, releases[0]["std"], step)
-            ledger.done(step, 0, **said)
-            if plan.adaptive_clipping is not None:
-                bound = plan.adaptive_clipping.next_bound(
-                    bound, said["noised_fraction"], plan.max_grad_norm
-                )
+            ledger.intent(step, 0, [release])
+            ledger.done(step, 0, **stated(plan, release["std"], step))
     return path
 
 
@@ -117,11 +107,6 @@ def drawn(
                 "coordinates": owners[worst],
                 "norm": norm,
             }
-        if plan.adaptive_clipping is not None:
-            count = plan.adaptive_clipping.unclipped_num_std * part * rng.standard_normal()
-            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(
-                count, plan.expected_batch_size
-            )
         return said
 
     return stated
@@ -133,32 +118,22 @@ SHARDS = (12_000, 7_997, 3)
 @pytest.mark.parametrize(
     "seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.full)], ids=str
 )
-@pytest.mark.parametrize("plan", [FLAT, MOVING], ids=["flat", "adaptive"])
 @pytest.mark.parametrize(
     "owners", [(COORDINATES,), SHARDS, (1,) * 3], ids=["one owner", "shards", "few coordinates"]
 )
-def test_honest_noise_is_not_refuted(
-    seeds: range, plan: PrivacyPlan, owners: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_honest_noise_is_not_refuted(seeds: range, owners: tuple[int, ...], tmp_path: Path) -> None:
     for seed in seeds:
-        path = ledger_of(tmp_path / "ledger.jsonl", plan, drawn(seed, owners=owners), sum(owners))
+        path = ledger_of(tmp_path / "ledger.jsonl", PLAN, drawn(seed, owners=owners), sum(owners))
         assert refuted(path) == "", f"seed {seed}"
 
 
-def whole_steps(seed: int, coordinates: int, step: float, count_step: float) -> Stated:
+def whole_steps(seed: int, coordinates: int, step: float) -> Stated:
     """Honest noise and no sum, in whole steps: what a coarse step leaves of it."""
     rng = np.random.default_rng(seed)
 
     def stated(plan: PrivacyPlan, std: float, _: int) -> dict[str, Any]:
         norm = float(np.linalg.norm(np.rint(rng.normal(size=coordinates) * std / step))) * step
-        said: dict[str, Any] = {"noised_norm": float(f"{norm / plan.expected_batch_size:.9g}")}
-        if plan.adaptive_clipping is not None:
-            count = rng.normal() * plan.adaptive_clipping.unclipped_num_std
-            rounded = count_step * round(count / count_step)
-            said["noised_fraction"] = plan.adaptive_clipping.noised_fraction(
-                rounded, plan.expected_batch_size
-            )
-        return said
+        return {"noised_norm": float(f"{norm / plan.expected_batch_size:.9g}")}
 
     return stated
 
@@ -173,7 +148,7 @@ def test_honest_noise_in_coarse_steps_is_not_refuted(
     exponent += math.ceil(math.log2(coordinates) / 2)
     sigma = deviation * 2.0**-exponent
     plan = plan_of(20, noise_multiplier=sigma, allow_small_noise=True, informal_reasons=("a test",))
-    stated = whole_steps(int(10 * deviation), coordinates, 2.0**-exponent, 2.0**-14)
+    stated = whole_steps(int(10 * deviation), coordinates, 2.0**-exponent)
     assert refuted(ledger_of(tmp_path / "ledger", plan, stated, coordinates, exponent)) == ""
     if deviation == 40.0 and coordinates > 1000:  # and what is refuted still is
 
@@ -183,47 +158,17 @@ def test_honest_noise_in_coarse_steps_is_not_refuted(
         assert "step 1" in refuted(ledger_of(tmp_path / "half", plan, half, coordinates, exponent))
 
 
-def test_the_step_of_the_opening_moves_with_the_binade_of_c(tmp_path: Path) -> None:
-    """C of 8 has steps eight times as long as C of 1: with half a step of the opening honest noise would be refuted."""
-    sigma, exponent, coordinates = 0.2 * 2.0**-20, 20, 5000
-    moving = AdaptiveClipping(
-        target_unclipped_quantile=0.5, clipbound_learning_rate=4.0, unclipped_num_std=9.0
-    )
-    plan = plan_of(
-        30,
-        noise_multiplier=sigma,
-        allow_small_noise=True,
-        informal_reasons=("a test",),
-        adaptive_clipping=moving,
-    )
-    rng = np.random.default_rng(3)
-    bounds: list[float] = [plan.max_grad_norm]
-
-    def stated(plan: PrivacyPlan, std: float, _: int) -> dict[str, Any]:
-        bound = std / moving.gradient_noise_multiplier(sigma)
-        bounds.append(bound)
-        step = math.ldexp(1.0, math.frexp(bound)[1] - 1 - exponent)
-        norm = float(np.linalg.norm(np.rint(rng.normal(size=coordinates) * std / step)))
-        norm *= step / plan.expected_batch_size
-        return {"noised_norm": float(f"{norm:.9g}"), "noised_fraction": 0.3 + 0.09 * rng.normal()}
-
-    assert refuted(ledger_of(tmp_path / "ledger", plan, stated, coordinates, exponent)) == ""
-    assert max(bounds) > 1000 * min(bounds)
-
-
 LIES = {  # what was drawn in place of the stated noise
-    "halved": (FLAT, drawn(0, 0.5)),
-    "a hundredth less": (FLAT, drawn(0, 0.99)),
-    "for C = 1": (FLAT, drawn(0, 1 / FLAT.max_grad_norm)),
-    "halved, adaptive": (MOVING, drawn(0, 0.5)),
-    "none on one owner of three": (FLAT, drawn(0, owners=SHARDS, silent=1)),
+    "halved": drawn(0, 0.5),
+    "a hundredth less": drawn(0, 0.99),
+    "for C = 1": drawn(0, 1 / PLAN.max_grad_norm),
+    "none on one owner of three": drawn(0, owners=SHARDS, silent=1),
 }
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_noise_that_was_not_drawn_is_refuted(name: str, tmp_path: Path) -> None:
-    plan, stated = LIES[name]
-    said = refuted(ledger_of(tmp_path / "ledger.jsonl", plan, stated))
+    said = refuted(ledger_of(tmp_path / "ledger.jsonl", PLAN, LIES[name]))
     assert "all steps together" in said if "one owner" not in name else "step 1," in said
 
 
@@ -239,34 +184,6 @@ def test_a_sum_over_all_owners_hides_one_of_them(tmp_path: Path) -> None:
         return {name: said[name] for name in said if name != "smallest_share"}
 
     assert refuted(ledger_of(tmp_path / "c", plan_of(4), whole)) == ""
-
-
-def test_a_count_without_noise_is_refuted_over_many_steps_and_a_c_that_does_not_follow_is_violated(
-    tmp_path: Path,
-) -> None:
-    """A count has one coordinate, so its squares are pooled; the gradient is honest here."""
-    rng, steps = np.random.default_rng(2), plan_of(120, adaptive_clipping=ADAPTIVE)
-
-    def stated(part: float) -> Stated:
-        def said(plan: PrivacyPlan, std: float, step: int) -> dict[str, Any]:
-            return noised(plan, std, step) | {
-                "noised_fraction": 0.8 + part * 0.09 * rng.standard_normal()
-            }
-
-        return said
-
-    assert refuted(ledger_of(tmp_path / "honest", steps, stated(1.0))) == ""
-    assert (
-        refuted(ledger_of(tmp_path / "lie", steps, stated(0.4)))
-        == "the counts of unclipped examples"
-    )
-    records = [json.loads(line) for line in (tmp_path / "honest").read_bytes().splitlines()]
-    read = verify.read_ledger(tmp_path / "honest")
-    step, bound, std, done = read.released[5]
-    read.released[5] = (step, bound * (1 + 1e-6), std, done)
-    with pytest.raises(verify.Violated, match=r"C = .* of step 6 does not follow"):
-        verify.seen(read)
-    assert noise_seen.noise_seen(records)[0].startswith("not refuted: 120 norms")
 
 
 @pytest.mark.parametrize("coordinates", [1, 2, 53, 999, 1000, 10**9])

@@ -20,7 +20,6 @@ from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import head_plan, train_head
 from privacy import premises, verify
 from privacy.accounting.accountants import ReleaseGroup
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum, precision
 from privacy.clipping.accumulators import Grid, Slot, Unit
 from privacy.errors import PrivacyConfigError
@@ -32,12 +31,10 @@ from privacy.step.batches import most_rows
 from privacy.step.engine import Piece, ShardLayout, even_layout
 from tests.privacy.loop.own import make, quick
 
-ADAPTIVE = AdaptiveClipping(0.5, 0.2, 5.0)
 KINDS: dict[str, dict[str, Any]] = {
     "floating": {},
     "float64": {},
     "without a cap": {"cap": None},
-    "adaptive": {"adaptive_clipping": ADAPTIVE},
     "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
 }
 
@@ -108,11 +105,11 @@ def untold(of: Opened) -> None:
 
 def less_noise(of: Opened) -> None:
     """The next smaller double that the noise would have, in place of sigma C or a little more."""
-    (release,) = of.clipped.releases(1.1)
+    release = of.clipped.release(1.1)
     std = release["std"]
     while Fraction(math.nextafter(std, math.inf)) >= Fraction(1.1) * Fraction(0.7):
         std = math.nextafter(std, 0)
-    of.clipped.releases = lambda _: [release | {"std": std}]  # type: ignore[method-assign]
+    of.clipped.release = lambda _: release | {"std": std}  # type: ignore[method-assign]
 
 
 def more_noise_charged(of: Opened) -> None:
@@ -259,9 +256,8 @@ def test_sums_of_one_example_more_in_single_precision_are_refused(
 ) -> None:
     monkeypatch.setattr(Slot, "examples", 65)
     opened("float64").require()
-    for kind in ("floating", "adaptive"):
-        with pytest.raises(PrivacyConfigError, match=r"a sum of 65 examples in torch\.float32"):
-            opened(kind).require()
+    with pytest.raises(PrivacyConfigError, match=r"a sum of 65 examples in torch\.float32"):
+        opened().require()
 
 
 def test_products_that_are_not_exact_are_refused_though_the_clipper_was_made_before(
@@ -316,18 +312,14 @@ def test_sums_that_round_nothing_may_have_any_step() -> None:
     )
 
 
-def test_several_releases_that_are_worth_less_than_sigma_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    of = opened("adaptive")
-    gradient, count = of.clipped.releases(1.1)
-    for changed in (
-        [gradient, count | {"std": count["std"] * (1 - 1e-9)}],
-        [gradient | {"std": 1.1 * 0.7}, count],
-    ):
-        monkeypatch.setattr(of.clipped, "releases", lambda _, changed=changed: changed)
-        with pytest.raises(PrivacyConfigError, match="noise of all releases is worth sigma"):
-            of.require()
+def test_several_releases_that_are_worth_less_than_sigma_are_refused() -> None:
+    """Two sums that share sigma = 1 by halves, as the statistics of a private head do."""
+    half = Release(name="half", std=math.sqrt(2) * (1 + 1e-15), sensitivity=1.0)
+    shared = NoisedSum(half, 1, Unit(20, 1 << 20), 1)
+    require_noised([shared, shared], CHARGED, 1.0, SLACK)
+    less = shared._replace(release=half | {"std": half["std"] * (1 - 1e-9)})
+    with pytest.raises(PrivacyConfigError, match="noise of all releases is worth sigma"):
+        require_noised([shared, less], CHARGED, 1.0, SLACK)
 
 
 def test_what_claims_nothing_needs_no_premise_but_its_owners() -> None:

@@ -12,7 +12,7 @@ from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from tests.privacy.cards import privacy_card
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import NUMBERS
@@ -43,7 +43,7 @@ def _session(ledger, steps, *, done=True):
     )
     for step in steps:
         attempt = ledger.state.attempts[step]
-        ledger.intent(step, attempt, step_releases(ledger.plan.noise_multiplier, 1.0, None))
+        ledger.intent(step, attempt, [release_of_step(ledger.plan.noise_multiplier, 1.0)])
         if done:
             ledger.done(step, attempt)
 

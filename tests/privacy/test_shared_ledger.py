@@ -20,7 +20,7 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5
@@ -309,7 +309,7 @@ SHORT = _plan(num_steps=20)
 def _steps(ledger, first, last):
     for step in range(first, last + 1):
         attempt = ledger.state.attempts[step]
-        ledger.intent(step, attempt, step_releases(2.0, 1.0, None))
+        ledger.intent(step, attempt, [release_of_step(2.0, 1.0)])
         ledger.done(step, attempt)
 
 

@@ -285,7 +285,7 @@ def test_contract_7_a_step_with_enormous_noise_draws_what_it_states() -> None:
     spread = torch.cat(engine.values).std() * 24
     assert 0.98 < float(spread) / 1e4 < 1.02
     with pytest.raises(PrivacyConfigError, match="takes a coarser step"):
-        usual.releases(1e4)
+        usual.release(1e4)
 
 
 @pytest.mark.parametrize(("made_for", "drawn"), [(1.0, 0.0), (0.0, 1.0)])
@@ -293,8 +293,8 @@ def test_contract_7_a_step_is_there_exactly_where_noise_is(made_for: float, draw
     clipped = ClippedSum(nn.Linear(3, 1), 1.0, noise_multiplier=made_for, self_check=False)
     assert (clipped.exponent is None) == (made_for == 0)
     with pytest.raises(PrivacyConfigError, match=f"noise_multiplier={drawn:g}"):
-        clipped.releases(drawn)
-    assert clipped.releases(made_for)[0]["std"] == made_for
+        clipped.release(drawn)
+    assert clipped.release(made_for)["std"] == made_for
 
 
 def test_contract_7_without_noise_sums_stay_doubles_and_nothing_is_drawn() -> None:

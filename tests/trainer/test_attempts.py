@@ -24,7 +24,7 @@ from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.step.batches import Dealt as StepPlan
@@ -82,9 +82,7 @@ def session(folder: Path, own: PrivacyPlan, *numbers: int, mirrored: bool, dies:
                 break
             run.intent(
                 step,
-                releases=step_releases(
-                    own.noise_multiplier, own.max_grad_norm, own.adaptive_clipping
-                ),
+                releases=[release_of_step(own.noise_multiplier, own.max_grad_norm)],
             )
             if last and dies == "done":
                 break

@@ -21,7 +21,7 @@ from trainer.audit.sandbox import mechanism_audit
 from trainer.config.recipe import to_toml
 
 FULL = pytest.mark.full
-ON_ONE_RANK = ("plain", "loop", "adaptive")
+ON_ONE_RANK = ("plain", "loop")
 
 
 def planted() -> list[Any]:
@@ -99,7 +99,6 @@ def test_a_correct_mechanism_of_another_plan_passes(
             (),
             ("OneSeed", "coins_forget_session_and_attempt"),
         ),  # integers coincide by chance
-        ("adaptive", (), ("OneSeed", "the_count_has_half_its_noise")),
     ],
 )
 def test_other_settings_on_two_ranks(

@@ -8,18 +8,21 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from privacy import plan as plan_module
 from privacy import verify
-from privacy.errors import PrivacyStateRefused
+from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.run import run as run_module
+from privacy.plan import PrivacyPlan
 from privacy.run.ledger import RunLedger
 from privacy.step import folder as run_folder
 from tests.distributed.ranks import run_ranks
+from tests.privacy.published import PLAN
 from tests.processes import ROOT
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
@@ -121,7 +124,13 @@ def first_start(device: torch.device, folder: str, how: str) -> int:
             )
         else:
             patched.setattr(plan_module, "ROUNDED", None)
-            patched.setattr(run_module, "first_exponent", lambda *_: None)
+            create = Ledger.create
+
+            def create_as_before(path: Path, fields: dict[str, Any], *more: Any) -> Ledger:
+                plan = fields["plan"] | {"adaptive_clipping": None}
+                return create(path, fields | {"plan": plan, "sum_exponent": None}, *more)
+
+            patched.setattr(Ledger, "create", create_as_before)
         if how == "crashed":
             patched.setattr(RunLedger, "close_run", lambda _: None)
         return start(Path(folder), ROOT / "recipes/tiny.toml", *OPTIONS)
@@ -168,3 +177,19 @@ def test_a_run_is_resumed_by_another_version(
     ]
     verified(folder / "verify.py", folder)
     assert build_card(folder).formal_guarantee and open_model(folder).manifest["step"] == 4
+
+
+def test_a_run_of_0_1_0_whose_bound_moved_is_left_to_its_own_verifier() -> None:
+    constants = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "unclipped_num_std": 9.0,
+    }
+    frozen = PLAN.frozen_fields() | {"adaptive_clipping": constants}
+    with pytest.raises(PrivacyConfigError, match=r"which version 0\.1 alone can do"):
+        PrivacyPlan.from_frozen(frozen)
+    with pytest.raises(verify.Violated, match=r"the verify\.py in its own folder"):
+        verify.read_plan(frozen, head=False)
+    null = PLAN.frozen_fields() | {"adaptive_clipping": None}
+    assert PrivacyPlan.from_frozen(null) == PLAN
+    verify.read_plan(null, head=False)

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
-from privacy.adaptive_clipping import AdaptiveClipping, AdaptiveKeys
 from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
-from privacy.options import OPTIONS, Arithmetic, options_of, require_compatible
+from privacy.options import OPTIONS, Arithmetic, require_compatible
 from privacy.plan_request import Choices, PlanRequest, in_plain_words
 from trainer.config.declarations import DECLARED_OF, Resolved, leaf
 from trainer.config.optimizer import (
@@ -132,8 +131,8 @@ class HeldoutSection(Section):
     """Evaluation happens before the first and after the last step; with this key also each time this many steps are done."""
 
 
-class PrivacySection(Section, Choices, AdaptiveKeys):
-    """The guarantee. Frozen for a run folder at its first start. More keys are those of `Choices` and `AdaptiveKeys`."""
+class PrivacySection(Section, Choices):
+    """The guarantee. Frozen for a run folder at its first start. More keys are those of `Choices`."""
 
     noise_multiplier: float | None = Field(None, ge=0)
     """sigma; give it or target_epsilon."""
@@ -166,24 +165,7 @@ class PrivacySection(Section, Choices, AdaptiveKeys):
             raise ValueError(
                 "give exactly one of noise_multiplier and target_epsilon; a copy of the recipe can leave its own out"
             )
-        chosen = options_of(self)
-        for kind, named in OPTIONS.items():
-            for one in named.values():
-                for key in one.keys if one is not chosen[kind] else ():
-                    if getattr(self, key) != type(self).model_fields[key].default:
-                        raise ValueError(
-                            f"{key} is for {one.setting}: remove {key}, or choose that"
-                        )
         return self
-
-    @property
-    def adaptive_clipping(self) -> AdaptiveClipping | None:
-        """The constants of adaptive clipping; None where C is constant."""
-        return (
-            self.constants(self.expected_batch_size)
-            if self.clipping_function == "adaptive"
-            else None
-        )
 
     def request(self, num_steps: int, num_examples: int) -> PlanRequest:
         """What these keys ask for on a data set: capped batches, slack and reserve."""
@@ -194,10 +176,6 @@ class PrivacySection(Section, Choices, AdaptiveKeys):
         arithmetic = OPTIONS["arithmetic"][self.arithmetic]
         assert isinstance(arithmetic, Arithmetic)
         derived = {
-            "clipping_function": "flat"
-            if self.clipping_function == "adaptive"
-            else self.clipping_function,
-            "adaptive_clipping": self.adaptive_clipping,
             "sensitivity_slack": arithmetic.slack,
             "informal_reasons": simulation if self.simulation else (),
             "allow_small_noise": self.allow_small_noise or self.simulation,

@@ -159,7 +159,6 @@ class StepReporter:
             public = {
                 "optimizer/lr": record.lr,
                 "optimizer/noised_grad_norm": record.noised_grad_norm,
-                **record.public,
             }
             if claim is not None:
                 public["privacy/epsilon"] = Public(fp32_above(claim[0]), Reason.CHARGED)
@@ -179,19 +178,17 @@ class StepReporter:
                 f"gradients that are not finite, {unusable} that cannot be used); every such step is charged",
                 folds=True,
             )
-        bound = record.public.get("privacy/clipping_bound")
         plan, norm = self._run.plan, shown["train/mean_grad_norm"]
-        largest = plan.max_grad_norm if bound is None else bound.value
         if (
             plan.enabled
             and plan.noise_multiplier > 0
-            and 0 < norm < FAR_BELOW * largest
+            and 0 < norm < FAR_BELOW * plan.max_grad_norm
             and not self._has_warned
         ):
             self._has_warned = True
             say(
-                f"warning: gradients of step {step} are {norm:.1g} long on average and C is {largest:g}: they vanish in noise "
-                "and rounding; give a much smaller privacy.max_grad_norm",
+                f"warning: gradients of step {step} are {norm:.1g} long on average and C is {plan.max_grad_norm:g}: "
+                "they vanish in noise and rounding; give a much smaller privacy.max_grad_norm",
                 folds=True,
             )
         console = {

@@ -53,7 +53,7 @@ class NoiseToSignal:
 
     Attributes:
         parameters: P, the trainable coordinates: of frozen weights and adapted layers only what is trained.
-        noise_multiplier: that of the gradient's sum (under adaptive clipping a little more than the plan's sigma).
+        noise_multiplier: that of the gradient's sum.
         expected_batch_size, num_steps: B and T.
         kind: of the model, as in a recipe.
     """
@@ -72,8 +72,6 @@ class NoiseToSignal:
         sigma = plan.noise_multiplier
         if not plan.enabled or sigma == 0:
             return None
-        if plan.adaptive_clipping is not None:
-            sigma = plan.adaptive_clipping.gradient_noise_multiplier(sigma)
         return cls(parameters, sigma, plan.expected_batch_size, plan.num_steps, kind)
 
     @property
@@ -157,13 +155,8 @@ def choose(request: PlanRequest, parameters: int, *, kind: str = "captioner") ->
     largest = max(1, min(request.num_examples, computed // FEWEST_STEPS))
 
     def resized(size: int) -> PlanRequest:
-        adaptive = request.adaptive_clipping
-        if adaptive is not None:
-            adaptive = replace(adaptive, unclipped_num_std=adaptive.unclipped_num_std * size / own)
         steps = max(1, round(computed / size))
-        return replace(
-            request, expected_batch_size=size, num_steps=steps, adaptive_clipping=adaptive
-        )
+        return replace(request, expected_batch_size=size, num_steps=steps)
 
     @cache
     def ratio(size: int) -> float:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from models.vocabulary_head import VocabularyHead
-from privacy.checkpoints.read import Checkpoint
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
@@ -29,7 +28,6 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.errors import PrivacyConfigError
 from privacy.plan import PrivacyPlan
 from privacy.step import collectives
-from privacy.step.adaptive_bound import resumed_bound
 from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, holds_whole_weights, to_device
 from privacy.step.sharded_sums import ShardedSums
@@ -85,7 +83,6 @@ def made_clipper(
     plan: PrivacyPlan,
     task: TrainingTask,
     engine: Engine,
-    resumed: Checkpoint | None,
     nodes: Sequence[int],
 ) -> tuple[ClippedSum, ModeChoice | None]:
     """The clipper, and how its mode was chosen where the recipe says "auto". Collective.
@@ -104,8 +101,6 @@ def made_clipper(
         device=engine.device,
         self_check=False,  # an unsharded copy has passed before (`TrainerStart`)
     )
-    if plan.adaptive_clipping is not None and resumed is not None:
-        clipped.max_grad_norm = resumed_bound(resumed.manifest, plan.max_grad_norm)
     if isinstance(clipped, CertifiedSum):
         require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
         return clipped, None

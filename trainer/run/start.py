@@ -362,7 +362,7 @@ class TrainerStart:
         if train.compile:
             compile_blocks(engine.module)
         clipped, self.choice = made_clipper(
-            config, machine, self.engine_name, plan, task, engine, resumed, self.nodes
+            config, machine, self.engine_name, plan, task, engine, self.nodes
         )
         self.require_sums_at_size(engine, clipped.mode)
         source = self.noise or plan.noise()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import (
+    EXAMPLES_PER_PART,
     EXAMPLES_PER_SUM,
     LARGEST_SPLIT,
     MOST_CANCELLED,
@@ -30,6 +31,7 @@ from privacy.step.engine import even_layout
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks
+from tests.privacy.clipping.neighbours import Product
 from trainer.run.memory_estimate import MemoryTimeline
 
 CPU = torch.device("cpu")
@@ -346,3 +348,28 @@ def test_a_model_without_noise_or_bound_keeps_small_gradients() -> None:
         )
         assert float(dict(clipped.sums())["weight"][0, 0]) == pytest.approx(expected)
         clipped.detach()
+
+
+def test_a_huge_micro_batch_is_taken_in_parts() -> None:
+    """1.0001 half ulps each would all round up in fp32."""
+    width, rows = 8, 40 * EXAMPLES_PER_PART + 3
+    model = Product(torch.nn.Linear(1, width)).requires_grad_(False)
+    model.layer.bias.requires_grad_(True)  # type: ignore[union-attr]
+    scale = 63.51 / (1 << 23)
+    inputs = {"x": torch.zeros(rows, 1, 1), "w": torch.full((rows, 1, width), scale)}
+    padding = torch.arange(rows) % 7 == 6
+    total = ClippedSum(model, 1e3, self_check=False)
+    sizes = []
+    count_rows = total._in_one_pass
+    total._in_one_pass = lambda task, part, padded: (
+        sizes.append(len(padded)),
+        count_rows(task, part, padded),
+    )[1]  # type: ignore[method-assign]
+    stats = total.add_micro_batch(model, inputs, padding)
+    total.detach()
+    assert max(sizes) == EXAMPLES_PER_PART and sum(sizes) == rows
+    kept = int((~padding).sum())
+    assert int(stats.num_examples) == kept and int(stats.num_clipped) == 0
+    (bias,) = dict(total.sums()).values()
+    assert bias.dtype == torch.float64
+    assert float((bias / (kept * float(torch.tensor(scale))) - 1).abs().max()) <= 1e-4

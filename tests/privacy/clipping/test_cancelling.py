@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.clipping import ClippedSum
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
@@ -102,10 +101,7 @@ def test_contract_4_the_longest_sum_counts_wherever_its_parameter_comes() -> Non
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_micro_batch_without_rows_adds_nothing(
-    mode: Mode, dtype: torch.dtype, adaptive: bool
-) -> None:
+def test_a_micro_batch_without_rows_adds_nothing(mode: Mode, dtype: torch.dtype) -> None:
     model = nn.Sequential(
         nn.Linear(4, 3), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 1), nn.Flatten(0)
     ).to(dtype)
@@ -117,7 +113,6 @@ def test_a_micro_batch_without_rows_adds_nothing(
             1.0,
             mode=mode,
             self_check=False,
-            adaptive=AdaptiveClipping(0.5, 0.2, 10.0) if adaptive else None,
         )
     )
     some = total.add_micro_batch(

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.adaptive_clipping import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.clipped_sum import Mode
+from privacy.limits import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.releases import SENSITIVITY_SLACK
 from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks

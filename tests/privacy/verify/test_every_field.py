@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from privacy import verify
-from privacy.adaptive_clipping import AdaptiveClipping
 from privacy.files.public import PUBLIC_FILES
 from privacy.ledger.chain import hash_line
 from privacy.plan import make_plan
@@ -29,12 +28,9 @@ from tests.privacy.published import ASKED, PLAN, Judge, Records, publish, rewrit
 
 Place = tuple[str | int, ...]
 Forgery = Callable[[Path], object]
-ADAPTIVE = AdaptiveClipping(
-    target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, unclipped_num_std=9.0
-)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "adaptive": {"adaptive_clipping": ADAPTIVE, "target_delta": 1e-6},
+    "all stated": {"target_delta": 1e-6},
     "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
     "informal": {"noise_multiplier": 0.0},
 }
@@ -57,7 +53,7 @@ CHOICES = [
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of each kind of plan; the adaptive one's ledger says as much as a ledger can."""
+    """Folders of each kind of plan; the ledger of one says as much as a ledger can."""
     base, opened = (
         tmp_path_factory.mktemp("kinds"),
         {
@@ -72,7 +68,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     @functools.cache
     def folder(name: str) -> Path:
-        more = opened if name == "adaptive" else {}
+        more = opened if name == "all stated" else {}
         return publish(
             base / name,
             make_plan(PlanRequest(**ASKED | KINDS[name])),
@@ -166,7 +162,7 @@ def mutations(tree: Any, rng: random.Random, share: float) -> Iterator[tuple[Pla
 
 
 FULL = [
-    pytest.param(name, 1.0, marks=pytest.mark.full) for name in ("plain", "adaptive", "certified")
+    pytest.param(name, 1.0, marks=pytest.mark.full) for name in ("plain", "all stated", "certified")
 ]
 
 
@@ -254,7 +250,7 @@ def test_every_change_of_a_manifest_is_violated_or_named(
     assert count > 20
 
 
-@pytest.mark.parametrize("name", ["plain", "adaptive"])
+@pytest.mark.parametrize("name", ["plain", "all stated"])
 def test_every_change_of_the_configuration_s_plan_is_violated(
     name: str, copied: Callable[[str], Path], judge: Judge
 ) -> None:
@@ -286,7 +282,7 @@ def test_every_change_of_the_configuration_s_plan_is_violated(
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "informal", pytest.param("adaptive", marks=pytest.mark.full)]
+    "name", ["plain", "informal", pytest.param("all stated", marks=pytest.mark.full)]
 )
 def test_every_change_of_a_card_s_claim_plan_and_counts_is_violated(
     name: str, published: Callable[[str], Path], judge: Judge

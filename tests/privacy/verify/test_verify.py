@@ -23,7 +23,7 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.plan import make_plan
 from privacy.plan_request import PlanRequest
-from privacy.releases import step_releases
+from privacy.releases import release_of_step
 from tests.privacy.published import PLAN, Judge, publish, rewrite, sentences
 from trainer.loop.metrics import as_fp32
 
@@ -334,7 +334,7 @@ def test_a_number_of_metrics_is_never_called_another_than_the_ledger_s() -> None
 
 def write(path: Path, rng: random.Random) -> LedgerState:
     """Sessions that go on from anywhere, with and without records of their checkpoints."""
-    releases = step_releases(PLAN.noise_multiplier, PLAN.max_grad_norm, None)
+    releases = [release_of_step(PLAN.noise_multiplier, PLAN.max_grad_norm)]
     with Ledger.create(path, {"plan": PLAN.frozen_fields(), "key_commitment": "ab" * 32}) as ledger:
         for _ in range(rng.randint(1, 3)):
             ledger.start_session({}, restarted=rng.random() < 0.2)
