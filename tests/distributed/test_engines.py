@@ -31,7 +31,7 @@ from privacy.step.reduction import reduce_to_owners
 from privacy.step.step import Mechanism, train_step
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
-from trainer.config.machine import ZERO_KEYS, MachineSettings, load_machine_settings
+from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.recipe import OptimizerSection
 from trainer.engines import build_engine, sharder
 from trainer.errors import ConfigError
@@ -153,7 +153,8 @@ def machine_settings(stage: int, **more: Any) -> MachineSettings:
         "stage": stage,
         **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
     }
-    zero |= {key: more.pop(key) for key in list(more) if key in ZERO_KEYS}
+    beside = {"bf16", "fp16", "activation_checkpointing"}
+    zero |= {key: more.pop(key) for key in list(more) if key not in beside}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"zero_optimization": zero, **more}, file)
         file.flush()

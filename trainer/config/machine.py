@@ -1,7 +1,8 @@
 """ds_configs/*.json: what the machine decides.
 
-Loading refuses every key that is the recipe's; resolving writes those keys out in full, because DeepSpeed's defaults
-change (gradient_clipping went from 0 to 1.0 in 0.19.3) and unknown top-level keys pass it silently.
+Loading takes the keys of a list, leaves out what asks for nothing, and refuses all others: DeepSpeed ignores unknown
+top-level keys. Resolving writes the recipe's keys out in full, because DeepSpeed's defaults change (gradient_clipping went
+from 0 to 1.0 in 0.19.3).
 """
 
 import json
@@ -16,119 +17,6 @@ import torch
 from trainer.config.optimizer import did_you_mean
 from trainer.errors import ConfigError
 
-RECIPE_KEYS = {
-    "train_batch_size": "privacy.expected_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": "nothing (it follows from the batch sizes)",
-    "gradient_clipping": "privacy.max_grad_norm",
-    "optimizer": "[optimizer]",
-    "scheduler": "[schedule]",
-    **dict.fromkeys(
-        ("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
-        "nothing (gradients are sums)",
-    ),
-    "data_types": "nothing (accumulators are fp32)",
-    "communication_data_type": "nothing (the reduction is fp64)",
-    "steps_per_print": "train.log_every",
-    "tensorboard": "nothing (always written)",
-    **dict.fromkeys(
-        (
-            "wandb",
-            "comet",
-            "csv_monitor",
-            "managed_gradient_accumulation",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-        ),
-        "nothing",
-    ),
-}
-"""Keys that do not belong here, and the recipe key that means the same."""
-
-MACHINE_KEYS = ("zero_optimization", "bf16", "fp16", "activation_checkpointing")
-_STAGE3 = (
-    "prefetch_bucket_size",
-    "param_persistence_threshold",
-    "model_persistence_threshold",
-    "max_live_parameters",
-    "max_reuse_distance",
-)
-
-
-def is_off(value: Any) -> bool:
-    """Says whether a value asks for nothing: null, false, 0, "none", an object that is not enabled, or one of such values."""
-    if isinstance(value, dict):
-        return (
-            value.get("enabled") is False
-            or value.get("device") == "none"
-            or all(map(is_off, value.values()))
-        )
-    return value is None or value in (False, 0, "none")
-
-
-REFUSED: Mapping[str, str] = {
-    **{key: f"belongs to the recipe: {owner}" for key, owner in RECIPE_KEYS.items()},
-    "flops_profiler": "has no effect (benchmarks/step.py counts FLOPs); remove it",
-    "wall_clock_breakdown": "has no effect (private/metrics.jsonl has the times of a step); remove it",
-    "memory_breakdown": "has no effect (private/metrics.jsonl has the peak memory); remove it",
-    "comms_logger": "has no effect (private/metrics.jsonl has the bytes of a step); remove it",
-    "bfloat16": 'is an old name: write bf16 {"enabled": true}',
-    "zero_optimization.cpu_offload": 'is an old name: write offload_optimizer {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": 'is an old name: write offload_param {"device": "cpu"}, at stage 3',
-    "zero_optimization.cpu_offload_params": 'is an old name: write offload_param {"device": "cpu"}, at stage 3',
-    "zero_optimization.cpu_offload_use_pin_memory": "is an old name: write pin_memory into offload_optimizer",
-    "zero_optimization.mics_shard_size": "is not supported: write zero_hpz_partition_size, and start with --engine fsdp",
-    **{f"zero_optimization.{name}": f"is an old name: write stage3_{name}" for name in _STAGE3},
-    **{
-        f"zero_optimization.zero_quantized_{what}": "is not supported (nothing is sent in fewer bits); remove it"
-        for what in ("weights", "nontrainable_weights", "gradients")
-    },
-    **{
-        f"{section}{name}": "is not supported; remove it"
-        for section, names in {
-            "": "amp autotuning checkpoint compile compression_training curriculum_learning data_efficiency dataloader_drop_last "
-            "disable_allgather disable_python_gc dump_state eigenvalue elasticity expert_parallel fp32_allreduce hybrid_engine "
-            "nebula pipeline progressive_layer_drop quantize_training seq_parallel_communication_data_type sparse_attention "
-            "sparse_gradients tensor_parallel timers torch_autocast use_data_before_expert_parallelism weight_quantization",
-            "zero_optimization.": "mics_hierarchical_params_gather legacy_stage1 parameter_alignment zenflow leaf_module "
-            "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-            "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential",
-            "zero_optimization.offload_optimizer.": "super_offload",
-            "bf16.": "auto_cast check_grad_overflow immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states",
-            "activation_checkpointing.": "partition_activations contiguous_memory_optimization number_checkpoints "
-            "synchronize_checkpoint_boundary profile",
-        }.items()
-        for name in names.split()
-    },
-}
-"""DeepSpeed's keys that are refused, and what to write instead; but what only says "off" is taken, and left out."""
-
-ANYWAY: Mapping[str, Callable[[Any], bool]] = {
-    **{
-        name: lambda value: False
-        for name in (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "optimizer",
-            "scheduler",
-            "gradient_accumulation_steps",
-            "managed_gradient_accumulation",
-        )
-    },
-    "gradient_clipping": lambda value: type(value) is int and value == 0,
-    "gradient_predivide_factor": lambda value: type(value) is int and value == 1,
-    "gradient_allreduce_op": lambda value: value == "sum",
-    "data_types": lambda value: (
-        value in ({}, {"grad_accum_dtype": None}, {"grad_accum_dtype": "fp32"})
-    ),
-    "steps_per_print": lambda value: (
-        value is None or (type(value) in (int, float) and value >= 0)
-    ),  # it counts no step here
-    "zero_allow_untested_optimizer": lambda value: value is True,
-    "zero_optimization.mics_shard_size": lambda value: type(value) is int and value in (-1, 0),
-}
-"""Which values of those keys ask for what happens anyway, where that is another question than whether they are off."""
-
 Check = tuple[Callable[[Any], bool], str]
 
 _SWITCH: Check = (lambda value: isinstance(value, bool), "true or false")
@@ -140,85 +28,78 @@ _SIZE: Check = (
     lambda value: type(value) is int and value > 0,
     "a number of elements (an integer above 0)",
 )
-_OBJECT: Check = (lambda value: isinstance(value, dict), "an object")
-_ANY: Check = (lambda value: True, "anything")
+_DEVICE: Check = (
+    lambda value: value in ("none", "cpu"),
+    '"none" or "cpu" (offload to NVMe is not supported)',
+)
+KEYS: Mapping[str, Check] = {
+    "zero_optimization.stage": (
+        lambda value: type(value) is int and value in (1, 2, 3),
+        "1, 2 or 3",
+    ),
+    "zero_optimization.offload_optimizer.device": _DEVICE,
+    "zero_optimization.offload_optimizer.pin_memory": _SWITCH,
+    "zero_optimization.offload_param.device": _DEVICE,
+    "zero_optimization.offload_param.pin_memory": _SWITCH,
+    "zero_optimization.allgather_bucket_size": _SIZE,
+    "zero_optimization.overlap_comm": _SWITCH,
+    "zero_optimization.sub_group_size": _SIZE,
+    "zero_optimization.stage3_prefetch_bucket_size": _COUNT,
+    "zero_optimization.stage3_param_persistence_threshold": _COUNT,
+    "zero_optimization.stage3_model_persistence_threshold": _COUNT,
+    "zero_optimization.stage3_max_live_parameters": _COUNT,
+    "zero_optimization.stage3_max_reuse_distance": _COUNT,
+    "zero_optimization.zero_init": _SWITCH,
+    "zero_optimization.zero_hpz_partition_size": (_SIZE[0], "a number of ranks above 0"),
+    "bf16.enabled": _SWITCH,
+    "fp16.enabled": (
+        lambda value: value is False,
+        "false: its loss scale skips steps depending on single examples; use bf16",
+    ),
+    "activation_checkpointing.enabled": _SWITCH,
+    "activation_checkpointing.cpu_checkpointing": _SWITCH,
+}
+"""The keys that are read, and what their values must be."""
 
-ZERO_KEYS: Mapping[str, tuple[tuple[int, ...], Check]] = {
-    "stage": ((1, 2, 3), (lambda value: type(value) is int and value in (1, 2, 3), "1, 2 or 3")),
-    "offload_optimizer": ((1, 2, 3), _OBJECT),
-    "offload_param": ((3,), _OBJECT),
-    "allgather_bucket_size": ((1, 2), _SIZE),
-    "overlap_comm": ((3,), _SWITCH),
-    "sub_group_size": ((3,), _SIZE),
-    **{f"stage3_{name}": ((3,), _COUNT) for name in _STAGE3},
-    "zero_init": ((3,), _SWITCH),
-    "zero_hpz_partition_size": ((1, 2, 3), (_SIZE[0], "a number of ranks above 0")),
-    "reduce_bucket_size": ((), _SIZE),
-    **dict.fromkeys(
-        (
-            "contiguous_gradients",
-            "reduce_scatter",
-            "round_robin_gradients",
-            "ignore_unused_parameters",
-            "allgather_partitions",
-            "use_multi_rank_bucket_allreduce",
-            "compute_grad_norm",
-            "elastic_checkpoint",
-            "load_from_fp32_weights",
-            "memory_efficient_linear",
-            "override_module_apply",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-            "gather_16bit_weights_on_model_save",
+SECTIONS = {place.rpartition(".")[0] for place in KEYS} | {"zero_optimization"}
+OF_STAGE_3 = frozenset(
+    place
+    for place in KEYS
+    if place.startswith(("zero_optimization.offload_param.", "zero_optimization.stage3_"))
+    or place.removeprefix("zero_optimization.") in ("overlap_comm", "sub_group_size", "zero_init")
+)
+TUNING = frozenset(
+    [
+        "aio",
+        *(f"bf16.{name}" for name in ("loss_scale", "loss_scale_window", "initial_scale_power")),
+        *(f"bf16.{name}" for name in ("hysteresis", "min_loss_scale")),
+        *(
+            f"zero_optimization.{section}.{name}"
+            for section in ("offload_optimizer", "offload_param")
+            for name in ("ratio", "buffer_count", "buffer_size", "max_in_cpu", "fast_init")
         ),
-        ((), _SWITCH),
-    ),
-}
-"""Key of zero_optimization -> the stages at which something reads it, and what its value must be.
+    ]
+) | frozenset(
+    f"zero_optimization.{name}"
+    for name in (
+        *("reduce_bucket_size", "reduce_scatter", "contiguous_gradients", "round_robin_gradients"),
+        *("allgather_partitions", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
+        *("memory_efficient_linear", "elastic_checkpoint", "load_from_fp32_weights"),
+        *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+    )
+)
+"""Keys of many files that tune what DeepSpeed does not do here, or ask for what happens anyway: left out."""
 
-At other stages it is taken and left out: it tunes how DeepSpeed sends and keeps what it does not send or keep here, or asks for
-whole weights, which launch_scripts/export.py writes. `offload_param` and `zero_init` ask for more: refused there unless off.
-"""
 
-OFFLOAD_KEYS: Mapping[str, Check] = {
-    "device": (
-        lambda value: value in ("none", "cpu"),
-        '"none" or "cpu" (offload to NVMe is not supported)',
-    ),
-    "pin_memory": _SWITCH,
-    "ratio": (
-        lambda value: type(value) is int and value == 1,
-        "1 (all of it waits in host memory)",
-    ),
-    **dict.fromkeys(
-        (
-            "buffer_count",
-            "buffer_size",
-            "max_in_cpu",
-            "nvme_path",
-            "fast_init",
-            "pipeline_read",
-            "pipeline_write",
-        ),
-        _ANY,
-    ),
-}
-"""The last ones tune an offload to NVMe, as `aio` does: left out."""
-
-BF16_KEYS: Mapping[str, Check] = {
-    "enabled": _SWITCH,
-    "loss_scale": (
-        lambda value: type(value) is int and value in (0, 1),
-        "0 or 1 (bf16 has no loss scale)",
-    ),
-    **dict.fromkeys(
-        ("loss_scale_window", "initial_scale_power", "hysteresis", "min_loss_scale"), _ANY
-    ),
-}
-"""The last ones tune a loss scale; many files repeat here what they say of fp16: left out."""
-
-CHECKPOINTING_KEYS: Mapping[str, Check] = {"enabled": _SWITCH, "cpu_checkpointing": _SWITCH}
-"""DeepSpeed's other keys tune its reentrant implementation, which clipping cannot use."""
+def is_off(value: Any) -> bool:
+    """Says whether a value asks for nothing: null, false, 0, "none", an object that is not enabled, or one of such values."""
+    if isinstance(value, dict):
+        return (
+            value.get("enabled") is False
+            or value.get("device") == "none"
+            or all(map(is_off, value.values()))
+        )
+    return value is None or value in (False, 0, "none")
 
 
 @dataclass(frozen=True)
@@ -251,8 +132,8 @@ def load_machine_settings(path: Path) -> MachineSettings:
     """Reads and checks a ds_config.
 
     Raises:
-        ConfigError: no such file, no JSON, "auto", a key of the recipe's, an unknown key, a value of the wrong kind, a key
-            without effect, fp16; names the file, and each such key on a line of its own, with its place and the way out.
+        ConfigError: no such file, no JSON, a key that is not in the list, a value of the wrong kind, a key without effect;
+            names the file, and each such key on a line of its own, with its place.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -279,102 +160,86 @@ def load_machine_settings(path: Path) -> MachineSettings:
     if not isinstance(raw, dict):
         raise ConfigError(f"ds_config {path} must hold a JSON object")
     refused: list[str] = []
-
-    def taken(
-        section: Mapping[str, Any], known: Mapping[str, Check], prefix: str = ""
-    ) -> dict[str, Any]:
-        """What is known and good; `refused` gets a line for all else, but for what asks for what happens anyway."""
-        good: dict[str, Any] = {}
-        for key, value in section.items():
-            place = f"{prefix}{key}"
-            if place in REFUSED:
-                if not ANYWAY.get(place, is_off)(value):
-                    refused.append(f"{place} {REFUSED[place]}")
-            elif key not in known:
-                refused.append(f"unknown key {place}{did_you_mean(key, known)}")
-            elif (
-                automatic := []
-                if known[key] is _OBJECT and value != "auto"
-                else list(_find_auto(value, place))
-            ):
-                refused.extend(
-                    f'{auto} is "auto"; write the value, or remove it' for auto in automatic
-                )
-            elif not known[key][0](value):
-                refused.append(f"{place} must be {known[key][1]}, not {json.dumps(value)}")
-            else:
-                good[key] = value
-        return good
-
-    top = taken(raw, {**dict.fromkeys(MACHINE_KEYS, _OBJECT), "aio": _ANY})
-    fp16 = top.get("fp16", {})
-    if taken(fp16, {**dict.fromkeys(fp16, _ANY), "enabled": _SWITCH}, "fp16.").get("enabled"):
-        refused.append(
-            "fp16 is refused: its loss scale skips steps depending on single examples; use bf16"
-        )
-    bf16 = taken(top.get("bf16", {}), BF16_KEYS, "bf16.").get("enabled", False)
-    held = top.get("activation_checkpointing", {})
-    checkpointing = {
-        "enabled": False,
-        **taken(held, CHECKPOINTING_KEYS, "activation_checkpointing."),
-    }
-    if "enabled" not in held and not (held and is_off(held)) and "activation_checkpointing" in top:
-        refused.append("activation_checkpointing needs the key enabled, true or false")
-    if held.get("enabled") is False and checkpointing.get("cpu_checkpointing"):
-        refused.append(
-            "activation_checkpointing.cpu_checkpointing has no effect where enabled is false; remove it"
-        )
-    held = top.get("zero_optimization", {})
-    zero = taken(held, {key: check for key, (_, check) in ZERO_KEYS.items()}, "zero_optimization.")
-    if "stage" not in held and isinstance(raw.get("zero_optimization", {}), dict):
+    values: dict[str, Any] = {}
+    for place, value in _leaves(raw):
+        if place in SECTIONS:
+            refused.append(f"{place} must be an object, not {json.dumps(value)}")
+        elif place not in KEYS:
+            if not is_off(value) and place not in TUNING:
+                hint = did_you_mean(place, [*SECTIONS, *KEYS]) or "; see ds_configs/README.md"
+                refused.append(f"{place} is no key of a ds_config{hint}")
+        elif value == "auto":
+            refused.append(f'{place} is "auto"; write the value, or remove it')
+        elif not KEYS[place][0](value):
+            refused.append(f"{place} must be {KEYS[place][1]}, not {json.dumps(value)}")
+        else:
+            values[place] = value
+    if "zero_optimization.stage" not in values and not refused:
         refused.append("zero_optimization.stage must be 1, 2 or 3; it is missing")
-    for key in ("offload_optimizer", "offload_param"):
-        if key in zero:
-            offload = taken(zero[key], OFFLOAD_KEYS, f"zero_optimization.{key}.")
-            zero[key] = {
-                name: offload[name] for name in ("device", "pin_memory") if name in offload
-            }
-    stage = zero.get("stage", 3)
-    for key in [key for key in zero if stage not in ZERO_KEYS[key][0]]:
-        if key in ("offload_param", "zero_init") and not is_off(held[key]):
-            refused.append(
-                f"zero_optimization.{key} has no effect at stage {stage} (only at 3); remove it"
-            )
-        del zero[key]
+    stage = values.get("zero_optimization.stage", 3)
+    asked = {
+        "zero_optimization.offload_param": values.get("zero_optimization.offload_param.device")
+        == "cpu",
+        "zero_optimization.zero_init": values.get("zero_optimization.zero_init", False),
+    }
+    for place, is_asked in asked.items():
+        if stage < 3 and is_asked:
+            refused.append(f"{place} has no effect at stage {stage} (only at 3); remove it")
+    checkpointing = values.get("activation_checkpointing.enabled")
+    if values.get("activation_checkpointing.cpu_checkpointing") and not checkpointing:
+        refused.append(
+            "activation_checkpointing.cpu_checkpointing needs activation_checkpointing.enabled = true"
+        )
     if refused:
         lines = refused if len(refused) == 1 else [f"{len(refused)} keys must change", *refused]
         raise ConfigError(f"ds_config {path}: {lines[0]}", *lines[1:])
+    for place in values.keys() & OF_STAGE_3 if stage < 3 else ():
+        del values[place]
+    if stage == 3:
+        values.pop("zero_optimization.allgather_bucket_size", None)
     return MachineSettings(
         path=str(path),
-        stage=zero["stage"],
-        compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-        offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") == "cpu",
-        offload_param=zero.get("offload_param", {}).get("device", "none") == "cpu",
-        activation_checkpointing=checkpointing["enabled"],
-        checkpoint_on_cpu=checkpointing.get("cpu_checkpointing", False),
-        zero_init=zero.get("zero_init", False),
-        shard_group_size=zero.get("zero_hpz_partition_size"),
-        raw={
-            "zero_optimization": zero,
-            "bf16": {"enabled": bf16},
-            "activation_checkpointing": checkpointing,
-        },
+        stage=stage,
+        compute_dtype=torch.bfloat16 if values.get("bf16.enabled") else torch.float32,
+        offload_optimizer=values.get("zero_optimization.offload_optimizer.device") == "cpu",
+        offload_param=values.get("zero_optimization.offload_param.device") == "cpu",
+        activation_checkpointing=bool(checkpointing),
+        checkpoint_on_cpu=values.get("activation_checkpointing.cpu_checkpointing", False),
+        zero_init=values.get("zero_optimization.zero_init", False),
+        shard_group_size=values.get("zero_optimization.zero_hpz_partition_size"),
+        raw=_nested(values),
     )
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted place, value) of everything that is no section of known keys."""
+    for key, value in section.items():
+        place = f"{prefix}{key}"
+        if place in SECTIONS and isinstance(value, dict):
+            # Beside these two nothing else of a section means anything.
+            switched_off = {"enabled": False}, {"device": "none"}
+            off = next((case for case in switched_off if case.items() <= value.items()), None)
+            yield from _leaves(value if off is None else off, f"{place}.")
+        elif place not in SECTIONS or not is_off(value):
+            yield place, value
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the objects that dotted places stand for."""
+    tree: dict[str, Any] = {}
+    for place, value in values.items():
+        *sections, key = place.split(".")
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[key] = value
+    return tree
 
 
 def _number(text: str) -> int | float:
     """A whole number is an integer however it is written, as DeepSpeed reads 5e8."""
     value = float(text)
     return int(value) if value.is_integer() and abs(value) < 2**63 else value
-
-
-def _find_auto(value: Any, where: str) -> Iterator[str]:
-    """Dotted places of every "auto"."""
-    if value == "auto":
-        yield where
-    elif isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _find_auto(inner, f"{where}.{key}")
 
 
 def resolve(machine: MachineSettings, *, micro_batch_size: int, world_size: int) -> dict[str, Any]:
