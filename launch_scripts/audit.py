@@ -109,7 +109,7 @@ def main() -> int:
     run_dir = options.run_dir
     with working(f"auditing {run_dir}"):
         if isinstance(options, MechanismOptions):
-            from trainer.audit.sandbox import mechanism_audit
+            from trainer.audit.mechanism import mechanism_audit
 
             report = mechanism_audit(
                 run_dir, engine=options.engine, ds_config=options.ds_config, ranks=options.ranks

@@ -47,7 +47,7 @@ API = {
     ),
     "card": (
         "Card and audits",
-        "privacy.card.model privacy.card.report privacy.audit.folder privacy.audit.sandbox privacy.audit.mechanism",
+        "privacy.card.model privacy.card.report privacy.audit.folder",
     ),
     "step": (
         "One step",

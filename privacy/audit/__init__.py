@@ -1,5 +1,5 @@
-"""Rechecking a run's claim: its ledger, its coins, the mechanism itself, and canaries. See `launch_scripts/audit.py`.
+"""Rechecking a run's claim: its ledger and its coins. See `launch_scripts/audit.py`.
 
-An audit can refute a claim or fail to; it never proves one. `sandbox.py` runs real steps, of a loop of one's own or of the
-trainer (`trainer/audit/`); everything else here is arithmetic on numbers and files.
+An audit can refute a claim or fail to; it never proves one. Everything here is arithmetic on numbers and files; audits that
+train, on canaries, are in trainer/audit/.
 """

@@ -18,7 +18,7 @@ from ..errors import ConfigError, in_one_line, printable, say
 if TYPE_CHECKING:
     from ..audit.report import AuditReport
 
-OF_THE_TRAINER = ("run", "canaries")
+OF_THE_TRAINER = ("mechanism", "run", "canaries")
 SIZES, NOISE = (
     ("num_examples", "expected_batch_size", "num_steps"),
     ("target_epsilon", "noise_multiplier"),
@@ -83,25 +83,14 @@ def report(options: argparse.Namespace) -> int:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Rechecks the ledger, with the sampling key who was in which batch, or by a short run on canaries how steps are taken."""
+    """Rechecks the ledger or, with the sampling key, who was in which batch."""
     if options.kind in OF_THE_TRAINER:
         raise ConfigError(
-            f"audit {options.kind} runs the trainer's own code, which the library does not hold: take launch_scripts/audit.py "
-            "of a clone of the project"
+            f"audit {options.kind} is not in the library: take launch_scripts/audit.py {options.kind} of a clone of the project"
         )
-    if options.kind == "mechanism":
-        from ..audit.sandbox import audited_plan, is_of_a_loop, loop_audit
+    from ..audit.folder import ledger_audit, schedule_audit
 
-        audited_plan(options.run_dir)
-        if not is_of_a_loop(options.run_dir):
-            raise ConfigError(
-                f"{options.run_dir} is a run of the trainer: take launch_scripts/audit.py mechanism"
-            )
-        made = loop_audit(options.run_dir)
-    else:
-        from ..audit.folder import ledger_audit, schedule_audit
-
-        made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
+    made = (schedule_audit if options.kind == "schedule" else ledger_audit)(options.run_dir)
     return conclude(made, options.run_dir, as_json=options.json)
 
 
@@ -135,7 +124,7 @@ def _parser() -> Parser:
     one.add_argument("run_dir", type=Path)
     one.set_defaults(act=report)
     one = kinds.add_parser("audit", help="recheck a run folder", description=audit.__doc__)
-    one.add_argument("kind", choices=("ledger", "schedule", "mechanism", *OF_THE_TRAINER))
+    one.add_argument("kind", choices=("ledger", "schedule", *OF_THE_TRAINER))
     one.add_argument("run_dir", type=Path)
     one.set_defaults(act=audit)
     for each in kinds.choices.values():

@@ -7,16 +7,16 @@ from unittest import mock
 
 import torch
 
-from privacy.audit import sandbox
-from privacy.audit.mechanism import Judge
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox import loop_side, run_sandbox
 from privacy.plan import PrivacyPlan, make_plan
 from privacy.plan_request import PlanRequest
 from privacy.run.run import Run
 from tests.processes import ROOT
 from tests.trainer.broken_mechanisms import MISTAKES, broken
-from trainer.audit.sandbox import trainer_side
+from trainer.audit import sandbox
+from trainer.audit.judge import Judge
+from trainer.audit.mechanism import trainer_side
+from trainer.audit.sandbox import loop_side, run_sandbox
 from trainer.config.recipe import RunConfig, load_config
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -11,13 +11,13 @@ import pytest
 import torch
 from scipy import stats
 
-from privacy.audit.canary_model import CROWD, PLACES, make_canaries
-from privacy.audit.sandbox import SandboxFailed
 from privacy.ledger.ledger import Ledger
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer.broken_mechanisms import MISTAKES
 from tests.trainer.sandboxes import audit, plan, recipe, require_consistent, require_found
-from trainer.audit.sandbox import mechanism_audit
+from trainer.audit.canary_model import CROWD, PLACES, make_canaries
+from trainer.audit.mechanism import mechanism_audit
+from trainer.audit.sandbox import SandboxFailed
 from trainer.config.recipe import to_toml
 
 FULL = pytest.mark.full

@@ -53,7 +53,7 @@ READS_A_CLOCK = {
     "privacy/ledger/chain.py": "the wait for a lock",
     "privacy/ledger/ledger.py": "the start of the program, before it reads data",
     "privacy/ledger/shared.py": "the creation of a data owner's ledger, before any run",
-    "privacy/audit/sandbox.py": "the order of fsyncs and releases in the sandbox of an audit, which keeps no time",
+    "trainer/audit/sandbox.py": "the order of fsyncs and releases in the sandbox of an audit, which keeps no time",
     "privacy/step/clock.py": "private by type",
     "trainer/loop/metrics.py": "lines in private/",
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from privacy.audit.mechanism import Judge
 from privacy.audit.report import AuditReport
-from privacy.audit.sandbox import Fsync
 from tests.distributed.ranks import run_ranks
 from tests.trainer.sandboxes import Evidence, require_consistent
+from trainer.audit.judge import Judge
+from trainer.audit.sandbox import Fsync
 
 HAIR = 1e-8
 """The audit allows a relative 1e-9 in the deviation of noise, for the rounding of its own computation."""

@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from ..clipping.functions import FUNCTIONS
-from ..plan import PrivacyPlan
-from ..run.run import Run
-from .canary_model import KEY_BITS, Canaries
-from .report import AuditReport, Check, fact, random_check
-from .second_sampler import Attempt, SecondSampler
+from privacy.audit.report import AuditReport, Check, fact, random_check
+from privacy.audit.second_sampler import Attempt, SecondSampler
+from privacy.clipping.functions import FUNCTIONS
+from privacy.plan import PrivacyPlan
+from privacy.run.run import Run
+from trainer.audit.canary_model import KEY_BITS, Canaries
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
