@@ -45,8 +45,6 @@ WRAPPERS = (
 )
 OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
-LOOKED_OVER = 1 << 22
-"""Words of frozen weights and buffers that are hashed before each step, in turn, whether torch has seen a write or not."""
 LARGEST_RATE = torch.finfo(torch.float32).max
 OF_TORCH = ("state", "param_groups", "_opt_called", "_need_device_dtype_check_for_fused")
 """Attributes that torch's own optimizers and schedulers change at a step, and that need no place in a checkpoint."""
@@ -93,7 +91,6 @@ class OwnEngine:
         self._fixed = dict(
             zip(fixed, zip(_marks(fixed).values(), fingerprint(fixed), strict=True), strict=True)
         )
-        self._in_turn = deque(fixed)
 
     def release(self) -> None:
         """Gives model and optimizer back."""
@@ -158,19 +155,12 @@ class OwnEngine:
                 "parameters were frozen, unfrozen or exchanged since the loop was made: make a new PrivateLoop with another run "
                 "folder"
             )
-        # Frozen weights and buffers are hashed where torch has seen a write or an exchange. What is written through `.data`
-        # moves no count of torch, so all the others are gone through in turn, LOOKED_OVER words before a step.
+        # Frozen weights and buffers are hashed where torch has seen a write or an exchange.
         fixed = fixed_tensors(self.module)
         marks, changed = _marks(fixed), sorted(fixed.keys() ^ self._fixed.keys())
         if not changed:
-            looked_at, words = {name for name in fixed if marks[name] != self._fixed[name][0]}, 0
-            while words < LOOKED_OVER and len(looked_at) < len(fixed):
-                words += fixed[self._in_turn[0]].numel()
-                looked_at.add(self._in_turn[0])
-                self._in_turn.rotate(-1)
-            numbers = dict(
-                zip(looked_at, fingerprint({name: fixed[name] for name in looked_at}), strict=True)
-            )
+            written = {name: x for name, x in fixed.items() if marks[name] != self._fixed[name][0]}
+            numbers = dict(zip(written, fingerprint(written), strict=True))
             changed = [name for name, number in numbers.items() if number != self._fixed[name][1]]
         if changed:
             raise PrivacyConfigError(
