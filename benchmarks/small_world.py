@@ -263,9 +263,9 @@ def rate_at(arm: Arm, step: int) -> float:
 @cache
 def plan_of(epsilon: float, batch: int, steps: int) -> Any:
     """The project's plan for N scenes; its noise multiplier is the least for this epsilon."""
-    from privacy.plan import make_plan
-    from privacy.plan_request import PlanRequest
-    from privacy.releases import SENSITIVITY_SLACK
+    from privacy.plan.numbers import make_plan
+    from privacy.plan.releases import SENSITIVITY_SLACK
+    from privacy.plan.request import PlanRequest
 
     request = PlanRequest(
         num_examples=N,

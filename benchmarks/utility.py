@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 if TYPE_CHECKING:
-    from privacy.plan import PrivacyPlan
+    from privacy.plan.numbers import PrivacyPlan
 
 DELTA, EPSILONS = 1e-5, (3.0, 8.0)
 RATE, MOMENTUM = 0.5, 0.9
@@ -232,9 +232,9 @@ def poisson(job: Job) -> Iterator[Tensor]:
 
 def our_plan(job: Job) -> "PrivacyPlan":
     """Calibrated by PLD, with the cap of batches, the slack for rounding and the attempts in reserve charged."""
-    from privacy.plan import make_plan
-    from privacy.plan_request import PlanRequest
-    from privacy.releases import SENSITIVITY_SLACK
+    from privacy.plan.numbers import make_plan
+    from privacy.plan.releases import SENSITIVITY_SLACK
+    from privacy.plan.request import PlanRequest
 
     request = PlanRequest(
         num_examples=job.num_examples,

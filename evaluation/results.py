@@ -21,7 +21,7 @@ from privacy.boundary import Private, Public, Reason
 from privacy.errors import printable, say
 from privacy.files.public import without_folders
 from privacy.ledger.claim import claim_of
-from privacy.limits import finite
+from privacy.plan.limits import finite
 from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.weights.provenance import proof_of

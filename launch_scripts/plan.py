@@ -29,14 +29,14 @@ from pydantic import Field, model_validator
 
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import PrivacyConfigError, printable, say
-from privacy.plan_request import PlanRequest
+from privacy.plan.request import PlanRequest
 from trainer.config.cli import run_command
 from trainer.config.options import Options, Shown, options_of
 from trainer.config.recipe import EngineName
 from trainer.progress import working
 
 if TYPE_CHECKING:
-    from privacy.plan import PrivacyPlan
+    from privacy.plan.numbers import PrivacyPlan
 
 _ASSUMPTIONS = ("efficiency", "gpus_per_node")
 _RESOURCE_OPTIONS = ("world_size", "gpu", "engine", *_ASSUMPTIONS, "gpu_price", "gpu_mtbf_hours")
@@ -263,7 +263,7 @@ def _privacy(
     """The plan, and what it means."""
     from rich.console import Console
 
-    from privacy.plan import make_plan
+    from privacy.plan.numbers import make_plan
     from trainer.planner.privacy import summarise
     from trainer.planner.tables import size_table
 

@@ -37,7 +37,7 @@ from .accounting.accountants import ReleaseGroup
 from .clipping.accumulators import LARGEST_INT64, LARGEST_SPLIT, Slot, Unit
 from .clipping.precision import require_exact_products, wide_dtype
 from .errors import PrivacyConfigError
-from .releases import SENSITIVITY_SLACK, Release
+from .plan.releases import SENSITIVITY_SLACK, Release
 from .rounded_normal import MOST_DEVIATION, deviation_in_units
 from .sampling.poisson import PoissonSampler
 from .step import collectives
@@ -45,7 +45,7 @@ from .step.batches import most_micro_batches
 
 if TYPE_CHECKING:
     from .clipping import ClippedSum
-    from .plan import PrivacyPlan
+    from .plan.numbers import PrivacyPlan
     from .step.engine import Engine
 
 ROUNDED_TWICE = 1 + Fraction(1, 2**50)

@@ -304,7 +304,7 @@ def measure(root: Path) -> dict[str, Any]:
     code_total = sum(len(lines) for lines in code.values())
     plan_fields = [
         field
-        for module in ("privacy.plan", "privacy.plan_request")
+        for module in ("privacy.plan.numbers", "privacy.plan.request")
         for name in ("Choices", "PlanChoices", "PrivacyPlan")
         for field, _ in fields_of(trees[module]).get(name, [])
     ]

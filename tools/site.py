@@ -29,7 +29,7 @@ API = {
     "loop": ("A loop of your own", "privacy.loop privacy.loop.hugging_face privacy.loop.trainer"),
     "plan": (
         "Plans and accounting",
-        "privacy.plan privacy.plan_request privacy.accounting.group_privacy",
+        "privacy.plan.numbers privacy.plan.request privacy.accounting.group_privacy",
     ),
     "sampling": (
         "Sampling",

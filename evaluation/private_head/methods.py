@@ -35,7 +35,7 @@ from evaluation.private_head.rows import Rows
 from privacy.clipping.accumulators import Grid, Unit, real
 from privacy.errors import PrivacyConfigError
 from privacy.noise import NoiseSource, add_noise
-from privacy.releases import Release
+from privacy.plan.releases import Release
 from privacy.rounded_normal import deviation_in_units
 
 CHUNK_BYTES = 1 << 27

@@ -44,10 +44,10 @@ from privacy.ledger.members import (
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise import NoiseSource, SystemNoise
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import SENSITIVITY_SLACK
+from privacy.plan.request import PlanRequest
 from privacy.premises import NoisedSum, require_noised
-from privacy.releases import SENSITIVITY_SLACK
 from trainer.errors import ConfigError
 from trainer.weights.start import ledgers_of
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..errors import PrivacyConfigError
-from ..limits import MAX_NOISE_MULTIPLIER
+from ..plan.limits import MAX_NOISE_MULTIPLIER
 from . import accountants
 from .accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_pld, epsilon_rdp
 

@@ -14,7 +14,7 @@ from scipy import stats
 from . import accountants
 
 if TYPE_CHECKING:
-    from ..plan import PrivacyPlan
+    from ..plan.numbers import PrivacyPlan
 
 
 EDGE = math.sqrt(2 * 64 * math.log(2))

@@ -18,7 +18,7 @@ from ..errors import ConfigError, PrivacyStateRefused
 from ..files.public import require_ledger
 from ..ledger.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
 from ..ledger.records import LedgerState
-from ..plan import PrivacyPlan
+from ..plan.numbers import PrivacyPlan
 from ..sampling.keys import SamplingKey
 from ..step.folder import RunFolder
 from .report import AuditReport, Check, fact, random_check, undecided

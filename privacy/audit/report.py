@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import printable
-from ..limits import finite
+from ..plan.limits import finite
 
 Outcome = Literal["ok", "violated", "inconclusive"]
 

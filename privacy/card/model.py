@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from ..limits import finite
+from ..plan.limits import finite
 
 STATEMENTS: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "templates/statements.toml").read_text()

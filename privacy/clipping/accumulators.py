@@ -76,7 +76,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PrivacyConfigError
-from ..releases import SENSITIVITY_SLACK
+from ..plan.releases import SENSITIVITY_SLACK
 from ..rounded_normal import MOST_DEVIATION, deviation_in_units
 from .fused import fused
 from .precision import has_fp32_products_of_bf16

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from ..limits import SMALLEST_BOUND
-from ..releases import Release, release_of_step
+from ..plan.limits import SMALLEST_BOUND
+from ..plan.releases import Release, release_of_step
 from ..rounded_normal import MOST_DEVIATION, deviation_in_units
 from .accumulators import (
     EXAMPLES_PER_PART,

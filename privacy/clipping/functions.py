@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..options import OPTIONS, Clipping
+from ..plan.options import OPTIONS, Clipping
 
 Normaliser = Literal["clip", "normalise"]
 

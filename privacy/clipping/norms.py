@@ -64,7 +64,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..releases import SENSITIVITY_SLACK
+from ..plan.releases import SENSITIVITY_SLACK
 from .accumulators import MOST_CANCELLED
 from .contributions import Contribution, Dense, fold_error, inner, is_short
 from .precision import Norm

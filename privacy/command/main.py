@@ -35,9 +35,9 @@ class Parser(argparse.ArgumentParser):
 def plan(options: argparse.Namespace) -> int:
     """What a private loop with these numbers would claim."""
     from ..accounting.rounding import rounded_up
-    from ..plan import make_plan
-    from ..plan_request import PlanRequest
-    from ..releases import SENSITIVITY_SLACK
+    from ..plan.numbers import make_plan
+    from ..plan.releases import SENSITIVITY_SLACK
+    from ..plan.request import PlanRequest
 
     asked = {name: getattr(options, name) for name in (*SIZES, *NOISE)}
     made = make_plan(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ..errors import BudgetSpent, PrivacyStateRefused
-from ..releases import Release
+from ..plan.releases import Release
 from ..sampling.keys import NONCE_BYTES
 from .chain import ChainFile, LineRefused, create_chain
 from .records import FORMAT_VERSION, RESTARTED, LedgerState

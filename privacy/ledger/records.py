@@ -19,8 +19,8 @@ from typing import Any
 
 from ..accounting.accountants import ReleaseGroup, epsilon, joint_noise_multiplier
 from ..errors import PrivacyConfigError, refusing
-from ..plan import PrivacyPlan, with_constant_bound
-from ..releases import release_of_step
+from ..plan.numbers import PrivacyPlan, with_constant_bound
+from ..plan.releases import release_of_step
 from ..sampling.keys import NONCE_BYTES
 from .chain import (
     TORN_MARK,

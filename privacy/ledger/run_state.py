@@ -8,7 +8,7 @@ from typing import Any
 
 from ..accounting.accountants import accountant_version
 from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
-from ..plan import PrivacyPlan, require_equal, with_constant_bound
+from ..plan.numbers import PrivacyPlan, require_equal, with_constant_bound
 from ..sampling.keys import SamplingKey
 from . import durable
 from .ledger import PROGRAM_START, Ledger

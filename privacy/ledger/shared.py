@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from ..accounting.rounding import rounded_up
 from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, refusing
-from ..plan import ADJACENCY, PrivacyPlan
+from ..plan.numbers import ADJACENCY, PrivacyPlan
 from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
 from .durable import require_apart
 from .ledger import PROGRAM_START, Ledger

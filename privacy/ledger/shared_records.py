@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..accounting.accountants import ReleaseGroup, filter_order, total_epsilon
-from ..plan import ADJACENCY
+from ..plan.numbers import ADJACENCY
 from .chain import ChainState, Kind, LineRefused, hash_line, is_count, is_hex, is_number, require
 
 FORMAT = "shared-1"

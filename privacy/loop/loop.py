@@ -28,8 +28,8 @@ from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
-from ..plan_request import PlanRequest, require_types
-from ..releases import SENSITIVITY_SLACK
+from ..plan.releases import SENSITIVITY_SLACK
+from ..plan.request import PlanRequest, require_types
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
 from ..step.averaging import WeightAverage

@@ -24,8 +24,8 @@ from ..clipping.sharded import full, kind_of, put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
 from ..ledger.durable import require_apart
-from ..plan import PrivacyPlan
-from ..plan_request import PlanRequest
+from ..plan.numbers import PrivacyPlan
+from ..plan.request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.run import Parts, Stored, Watcher
 from ..step import collectives

@@ -10,9 +10,9 @@ from ..ledger.ledger import Ledger
 from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
 from ..ledger.records import LedgerState, read_ledger
 from ..ledger.run_state import SharedTerms, open_run_state
-from ..plan import PrivacyPlan, make_plan
-from ..plan_request import PlanRequest
-from ..releases import Release
+from ..plan.numbers import PrivacyPlan, make_plan
+from ..plan.releases import Release
+from ..plan.request import PlanRequest
 from ..sampling.keys import SamplingKey
 from ..step import collectives
 from ..step.batches import Dealt

@@ -24,7 +24,7 @@ from ..errors import (
     StepDropped,
 )
 from ..noise import NoiseSource
-from ..plan import PrivacyPlan
+from ..plan.numbers import PrivacyPlan
 from ..premises import require_premises
 from ..step import collectives
 from ..step.batches import Dealt, LogicalBatches

@@ -21,7 +21,7 @@ from ..sampling.rows import deal, most_of_share, shares_of_nodes
 from . import collectives
 
 if TYPE_CHECKING:
-    from ..plan import PrivacyPlan
+    from ..plan.numbers import PrivacyPlan
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:

@@ -18,8 +18,8 @@ from ..clipping import ClippedSum, MicroBatchStats
 from ..clipping.accumulators import real_
 from ..clipping.recorder import Task
 from ..noise import NoiseSource, add_noise
-from ..plan import PrivacyPlan
-from ..releases import Release
+from ..plan.numbers import PrivacyPlan
+from ..plan.releases import Release
 from ..rounded_normal import deviation_in_units
 from . import clock, collectives
 from .engine import Engine, GradShard, to_device

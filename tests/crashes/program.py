@@ -28,9 +28,9 @@ from privacy.ledger import chain, durable, records, shared
 from privacy.ledger.chain import ChainState
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
 from privacy.step.batches import Dealt as StepPlan

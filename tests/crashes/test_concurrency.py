@@ -19,8 +19,8 @@ from privacy.errors import BudgetSpent
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from privacy.step import folder as run_folder
 from privacy.step.folder import RunFolder
 from tests.crashes import program

@@ -14,8 +14,8 @@ from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.errors import PrivacyConfigError
 from privacy.noise import SystemNoise
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.request import PlanRequest
 from privacy.rounded_normal import deviation_in_units
 from privacy.step import collectives
 from privacy.step.reduction import reduce_to_owners

@@ -23,8 +23,8 @@ from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import real
 from privacy.noise import NoiseSource, SystemNoise
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine
 from privacy.step.reduction import reduce_to_owners

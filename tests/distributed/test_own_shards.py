@@ -21,7 +21,7 @@ from privacy.errors import PrivacyConfigError, RemoteError
 from privacy.ledger.records import read_ledger
 from privacy.loop import PrivateLoop, integers
 from privacy.noise import SystemNoise
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from tests.distributed.ranks import run_ranks
 from tests.docs.pages import blocks
 from tests.docs.test_library_example import installed

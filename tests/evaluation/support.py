@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 from sklearn.datasets import load_digits
 
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 
 ROOT = Path(__file__).resolve().parents[2]
 

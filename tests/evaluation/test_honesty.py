@@ -15,8 +15,8 @@ import pytest
 from evaluation.private_head.run import spent_in
 from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.evaluation.conftest import Evaluate
 from tests.evaluation.support import ROOT, exact_delta, pictures, save_digits, save_pictures, spent
 from tests.privacy.ledger_files import PLAN, remove_ledger

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import neighbours, test_rounding
 

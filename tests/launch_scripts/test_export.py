@@ -23,8 +23,8 @@ from torch import Tensor
 
 from models.classifier import without_adapters
 from privacy.accounting.rounding import rounded_up
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.launch_scripts.conftest import Run
 from tests.models.released import (
     OF_ENCODER,

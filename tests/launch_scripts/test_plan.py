@@ -18,7 +18,7 @@ from data.index.tar_writer import write_shard
 from launch_scripts import plan
 from privacy.accounting.calibration import Calibrated
 from privacy.errors import PrivacyConfigError
-from privacy.plan import make_plan
+from privacy.plan.numbers import make_plan
 from tests.processes import ROOT
 from trainer.config.recipe import load_config
 from trainer.planner.tables import privacy_table
@@ -135,7 +135,7 @@ def test_sizes_are_shown_before_anything_is_calibrated(planned, monkeypatch, cap
         shown.append(capsys.readouterr().out)
         return Calibrated(4.0, 0.5, clamped=False)
 
-    monkeypatch.setattr("privacy.plan.calibrate_noise_multiplier", calibrated)
+    monkeypatch.setattr("privacy.plan.numbers.calibrate_noise_multiplier", calibrated)
     out = planned(f"{SMALL} --target_epsilon 1 --no_extras").out
     assert all(word in shown[0] for word in ("examples", "expected batch", "sample rate", "steps"))
     assert "epsilon (PLD)" in out and "replace-one" not in out and "none" not in out

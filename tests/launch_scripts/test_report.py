@@ -8,8 +8,8 @@ from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import take_step
 from tests.privacy.published import config_of

@@ -15,7 +15,7 @@ from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
 from privacy.card.folder import write_card
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
+from privacy.plan.numbers import make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
 from tests.processes import Forked

@@ -18,7 +18,7 @@ from models.captioner import Captioner, build_captioner
 from models.config import captioner_config
 from models.generation import greedy_captions
 from privacy.clipping.clipped_sum import Mode
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import change
 

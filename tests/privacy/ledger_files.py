@@ -7,9 +7,9 @@ import pytest
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.chain import encode_line, hash_line
 from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 
 # Large noise and few examples: the accountant answers in a fraction of a second.
 NUMBERS = {

@@ -18,9 +18,9 @@ from privacy.ledger.chain import hash_line
 from privacy.ledger.claim import claim_of, keep_copies, ledgers_of_run
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from privacy.verify import __file__ as VERIFIER
 from tests.privacy.ledger_files import NUMBERS, rechained
 from trainer.report import build_card

@@ -10,7 +10,7 @@ import pytest
 from privacy.card.folder import require_as_asked
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan.numbers import PrivacyPlan, make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from trainer.config.recipe import RunConfig, load_config, to_toml

@@ -12,8 +12,8 @@ from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from privacy.sampling.keys import SamplingKey
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import ENVIRONMENT, PLAN, RELEASE, create, take_step, written

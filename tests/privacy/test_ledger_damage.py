@@ -22,9 +22,9 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.ledger.shared_records import SharedState
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from tests.privacy.ledger_files import (
     ENVIRONMENT,
     NUMBERS,

@@ -21,9 +21,9 @@ from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.noise import SystemNoise
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from tests.privacy.cards import without_surroundings
 from tests.privacy.loop.own import D, K, make, rows
 from tests.privacy.published import ASKED, COORDINATES, exponent_of, noised

@@ -13,8 +13,8 @@ from privacy.clipping.functions import function_of
 from privacy.errors import ConfigError, PrivacyConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.options import OPTIONS, OTHER_EXCLUSIONS, Clipping
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.options import OPTIONS, OTHER_EXCLUSIONS, Clipping
 from tests.privacy.cards import privacy_card
 from trainer.config.recipe import load_config, to_toml
 from trainer.planner.privacy import summarise

@@ -11,8 +11,8 @@ from scipy import stats
 
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PrivacyPlan, make_plan, require_equal
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan, require_equal
+from privacy.plan.request import PlanRequest
 from privacy.sampling.poisson import usual_cap
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}

@@ -23,10 +23,10 @@ from privacy.accounting.accountants import ReleaseGroup
 from privacy.clipping import ClippedSum, precision
 from privacy.clipping.accumulators import Grid, Slot, Unit
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import SENSITIVITY_SLACK, Release
+from privacy.plan.request import PlanRequest
 from privacy.premises import NoisedSum, require_noised, require_premises
-from privacy.releases import SENSITIVITY_SLACK, Release
 from privacy.step.batches import most_rows
 from privacy.step.engine import Piece, ShardLayout, even_layout
 from tests.privacy.loop.own import make, quick

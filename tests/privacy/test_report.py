@@ -10,9 +10,9 @@ from privacy.card.model import STATEMENTS
 from privacy.card.render import to_markdown
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from tests.privacy.cards import privacy_card
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import NUMBERS

@@ -16,8 +16,8 @@ from scipy import stats
 from privacy import verify
 from privacy.accounting import accountants, group_privacy
 from privacy.accounting.group_privacy import epsilon_of_several, overflow_of_several
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.request import PlanRequest
 
 mpmath.mp.dps = 40
 

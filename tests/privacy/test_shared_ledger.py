@@ -18,9 +18,9 @@ from privacy.accounting.accountants import (
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 DELTA = 1e-5

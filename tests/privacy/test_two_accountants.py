@@ -22,9 +22,9 @@ from privacy import verify
 from privacy.accounting import accountants
 from privacy.accounting.accountants import EpsilonTable, ReleaseGroup
 from privacy.accounting.group_privacy import epsilon_of_several
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import SENSITIVITY_SLACK
+from privacy.plan.request import PlanRequest
 
 Floats = NDArray[np.float64]
 POINTS = 1 << 16

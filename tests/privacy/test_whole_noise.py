@@ -20,8 +20,8 @@ from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import LARGEST_INT64, Grid, LocalSums
 from privacy.errors import PrivacyConfigError
 from privacy.loop import PrivateLoop, floats
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from privacy.rounded_normal import MOST_DEVIATION, deviation_in_units
 from privacy.step.engine import even_layout
 from privacy.step.sharded_sums import ShardedSums

@@ -23,8 +23,8 @@ from privacy.accounting.accountants import (
     filtered_epsilon,
     one_step_distribution,
 )
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.rehearsal.part import ROOT, Part, lap, say
 from trainer.config.recipe import load_config
 from trainer.planner.privacy import summarise

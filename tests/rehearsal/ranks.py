@@ -33,7 +33,7 @@ import torch.distributed as dist
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import SHORT, Grid, LocalSums, Total
 from privacy.ledger.members import MembersRecord, read_lines
-from privacy.plan import make_plan
+from privacy.plan.numbers import make_plan
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds

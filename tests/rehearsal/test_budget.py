@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.rehearsal import budget
 from tests.rehearsal.part import ROOT, Part
 from trainer.studies import grid

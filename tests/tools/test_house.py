@@ -8,8 +8,8 @@ from tools.house import measure, measure_text
 
 FILES = {
     "privacy/verify.py": '"""Says."""\n\nX = 1  # why\n# one\n',
-    "privacy/plan_request.py": "class PlanChoices:\n    bands: int\n",
-    "privacy/plan.py": "class PrivacyPlan:\n    cap: int | None\n\n\ndef _size(cap: int) -> int:\n    return cap\n",
+    "privacy/plan/request.py": "class PlanChoices:\n    bands: int\n",
+    "privacy/plan/numbers.py": "class PrivacyPlan:\n    cap: int | None\n\n\ndef _size(cap: int) -> int:\n    return cap\n",
     "trainer/config/recipe.py": (
         "class Data:\n    shards: str\n    size: int\n\n\nclass RunConfig:\n    name: str\n    data: Data\n"
     ),

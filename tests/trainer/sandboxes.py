@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from privacy.audit.report import AuditReport
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.request import PlanRequest
 from privacy.run.run import Run
 from tests.processes import ROOT
 from tests.trainer.broken_mechanisms import MISTAKES, broken

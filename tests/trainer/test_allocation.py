@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from privacy.plan import make_plan
+from privacy.plan.numbers import make_plan
 from tests.processes import ROOT
 from trainer.config.recipe import load_config
 from trainer.planner.resources import CHECKPOINT_BYTES_PER_SECOND, RESTART_SECONDS, allocation

@@ -22,9 +22,9 @@ from privacy.ledger.members import (
 )
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.step.batches import Dealt as StepPlan

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from privacy.errors import PrivacyConfigError
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.fuzz.test_fuzz import flat, leaves
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.errors import ConfigError

@@ -16,7 +16,7 @@ from data.index.shards import find_shards
 from models.config import VitConfig
 from models.vit import VisionTransformer
 from privacy.accounting.accountants import ReleaseGroup, epsilon_rdp, tan
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan.numbers import PrivacyPlan, make_plan
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.engines import require_supported

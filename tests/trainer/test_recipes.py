@@ -16,7 +16,7 @@ from data.errors import DataError
 from data.index.shard import ROW
 from data.index.tar_index import ExampleTable
 from privacy.accounting.accountants import epsilon_rdp
-from privacy.plan import PrivacyPlan, make_plan
+from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import Decided, PoissonSampler, usual_cap
 from privacy.step.batches import LogicalBatches

@@ -18,8 +18,8 @@ import pytest
 from privacy.ledger import durable
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
 from trainer.studies import executors

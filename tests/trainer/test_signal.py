@@ -19,8 +19,8 @@ from privacy.accounting.accountants import (
 from privacy.clipping.accumulators import real
 from privacy.errors import PrivacyConfigError
 from privacy.noise import add_noise
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.request import PlanRequest
 from privacy.rounded_normal import deviation_in_units
 from trainer.config.recipe import load_config
 from trainer.planner.memory import trained_count

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from privacy import plan as plan_module
 from privacy import verify
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.plan import PrivacyPlan
+from privacy.plan import numbers as plan_module
+from privacy.plan.numbers import PrivacyPlan
 from privacy.run.ledger import RunLedger
 from privacy.step import folder as run_folder
 from tests.distributed.ranks import run_ranks

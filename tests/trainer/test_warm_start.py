@@ -15,7 +15,7 @@ from privacy.checkpoints.read import Checkpoint, checkpoint_name
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.errors import NotRecorded, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from tests.privacy.ledger_files import PLAN, take_step
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import InitSection, OptimizerSection, RunConfig, load_config

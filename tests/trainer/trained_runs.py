@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from privacy.checkpoints.read import FORMAT, checkpoint_name, file_digest, sealed
 from privacy.ledger.ledger import Ledger
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, roll_back, take_step
 from trainer.config.recipe import RunConfig, load_config, to_toml
 from trainer.tasks import make_task

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from data.index.tar_writer import write_shard
 from privacy.audit.report import AuditReport
-from privacy.plan import PrivacyPlan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan
+from privacy.plan.request import PlanRequest
 from privacy.step import collectives
 from privacy.step.folder import RunFolder
 from trainer.audit.canary_model import Canaries, CanaryModel, made_up

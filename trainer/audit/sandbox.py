@@ -48,9 +48,9 @@ from privacy.loop.fields import Example, floats, integers
 from privacy.loop.opening import OwnStart
 from privacy.loop.reading import Reader
 from privacy.noise import NoiseSource
-from privacy.plan import PrivacyPlan
-from privacy.plan_request import PlanRequest
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.numbers import PrivacyPlan
+from privacy.plan.releases import SENSITIVITY_SLACK
+from privacy.plan.request import PlanRequest
 from privacy.run.ledger import open_ledger
 from privacy.run.run import Parts, Run, Start, Watcher, open_run
 from privacy.step import collectives

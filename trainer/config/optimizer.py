@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from privacy.limits import MAX_COUNT
+from privacy.plan.limits import MAX_COUNT
 
 
 class Section(BaseModel):

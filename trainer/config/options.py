@@ -140,7 +140,7 @@ def parse_options(
             {name: value for name, value in vars(parsed).items() if name in names}
         )
     except ValidationError as error:
-        from privacy.plan_request import in_plain_words  # imports what no parser needs
+        from privacy.plan.request import in_plain_words  # imports what no parser needs
 
         first = error.errors()[0]
         if "error" in first.get("ctx", {}):

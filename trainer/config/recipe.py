@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
-from privacy.options import OPTIONS, Arithmetic, require_compatible
-from privacy.plan_request import Choices, PlanRequest, in_plain_words
+from privacy.plan.options import OPTIONS, Arithmetic, require_compatible
+from privacy.plan.request import Choices, PlanRequest, in_plain_words
 from trainer.config.declarations import DECLARED_OF, Resolved, leaf
 from trainer.config.optimizer import (
     Count,

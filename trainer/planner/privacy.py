@@ -6,7 +6,7 @@ from typing import Any
 
 from privacy.accounting import accountants as accounting
 from privacy.accounting.group_privacy import epsilon_of_several
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 
 # Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
 _GROUP_INTERVAL = 5e-3

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from trainer.config.machine import MachineSettings
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.run.memory_estimate import MemoryTimeline

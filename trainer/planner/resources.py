@@ -22,7 +22,7 @@ from data.index.tar_index import MANIFEST, ExampleTable
 from models.config import captioner_config
 from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.clipped_sum import Mode
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from privacy.sampling.rows import most_of_share
 from privacy.step.batches import num_micro_batches
 from trainer.config.machine import MachineSettings

@@ -23,8 +23,8 @@ from functools import cache
 from typing import Any
 
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.request import PlanRequest
 
 LARGEST_THAT_LEARNS: Mapping[str, float] = {
     "captioner": 0.25,

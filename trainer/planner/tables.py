@@ -8,7 +8,7 @@ from rich.text import Text
 
 from privacy.accounting.rounding import rounded_down, rounded_up
 from privacy.errors import printable
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 
 
 class _Table(Table):

@@ -26,7 +26,7 @@ from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.checked import nothing_is_small
 from privacy.clipping.clipped_sum import Mode
 from privacy.errors import PrivacyConfigError
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from privacy.step import collectives
 from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, holds_whole_weights, to_device

@@ -10,8 +10,8 @@ from privacy.ledger.claim import LedgerBehind, keep_copies, require_kept, states
 from privacy.ledger.durable import require_apart
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
-from privacy.plan import PrivacyPlan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan
+from privacy.plan.request import PlanRequest
 from privacy.run.ledger import Opening, Recorded, open_ledger
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import PrivacySection, RunConfig

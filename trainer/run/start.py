@@ -25,7 +25,7 @@ from privacy.clipping.selfcheck import ALONE, check_against_autograd, check_at_s
 from privacy.errors import DONE
 from privacy.ledger.claim import LedgerBehind
 from privacy.noise import NoiseSource
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step import collectives

@@ -29,7 +29,7 @@ from pydantic import Field, model_validator
 from privacy.card.folder import read_utility
 from privacy.checkpoints.read import MANIFEST
 from privacy.files.toml_text import read_toml
-from privacy.plan import make_plan
+from privacy.plan.numbers import make_plan
 from trainer.config.optimizer import Section
 from trainer.config.recipe import (
     EngineName,

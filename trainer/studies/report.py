@@ -19,7 +19,7 @@ from privacy.card.folder import read_utility
 from privacy.card.render import cell, table_of
 from privacy.card.report import read_snapshot
 from privacy.ledger.claim import claim_of
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from trainer.errors import ConfigError
 from trainer.studies.folder import Progress, StudyFolder
 from trainer.studies.grid import Label, Point, ReportSection, StudyConfig

@@ -12,8 +12,8 @@ from privacy.audit.folder import members_checks
 from privacy.audit.report import AuditReport
 from privacy.audit.second_sampler import Attempt, SecondSampler
 from privacy.ledger.members import MembersRecord, members_digest
-from privacy.plan import PrivacyPlan, make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.request import PlanRequest
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, example_keys
 from privacy.sampling.rows import deal, shares_of_nodes

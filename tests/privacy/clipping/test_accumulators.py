@@ -26,7 +26,7 @@ from privacy.clipping.accumulators import (
 )
 from privacy.clipping.contributions import Dense, OuterProducts, Rows
 from privacy.errors import PrivacyConfigError
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.step.engine import even_layout
 from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum, accumulators, contributions
 from privacy.clipping.contributions import OuterProducts
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product
 from tests.privacy.clipping.test_rules import IDS, LAYERS, B, Make, case, randomised

@@ -21,7 +21,7 @@ from privacy.clipping.fallback import plan_of
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
 from privacy.lattice import Lattice
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_wirings import D, Piece, T, freeze_idle, require_exact
 

@@ -18,7 +18,7 @@ from privacy.clipping.clipped_sum import needs_blanking
 from privacy.clipping.contributions import OuterProducts, blanked
 from privacy.clipping.norms import rounding
 from privacy.clipping.rules import _layer_norm, _rms_norm
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product
 from tests.privacy.clipping.test_sensitivity import cancelling, change

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from models.masked_autoencoder import build_masked_autoencoder
 from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import Mode
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.distributed.test_engines import pairs, tiny_captioner
 from tests.models.test_classifier import K, stirred, tiny_classifier
 from tests.models.test_masked_autoencoder import masks

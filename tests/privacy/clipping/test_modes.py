@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from privacy.clipping import ClippedSum
 from privacy.clipping.functions import ClippingFunction, automatic, flat, grouped, per_layer
 from privacy.errors import PrivacyConfigError
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_oracle import tiny
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from privacy.clipping import ClippedSum
 from privacy.clipping.rules import RULES
 from privacy.errors import PrivacyConfigError
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product
 from tests.privacy.clipping.test_sensitivity import change

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import Mode
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.distributed.test_engines import pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 

@@ -17,7 +17,7 @@ from privacy.clipping import ClippedSum, contributions
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
-from privacy.releases import SENSITIVITY_SLACK
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import change
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.loop import PrivateLoop, floats, integers
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
 
 N, D, K = 60, 6, 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from privacy.command.main import main
-from privacy.plan import PrivacyPlan
+from privacy.plan.numbers import PrivacyPlan
 from tests.privacy.loop.own import N, make
 
 NUMBERS = ["--num_examples", str(N), "--expected_batch_size", "15", "--num_steps", "3"]

@@ -21,8 +21,8 @@ import pytest
 from privacy import verify
 from privacy.files.public import PUBLIC_FILES
 from privacy.ledger.chain import hash_line
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
+from privacy.plan.numbers import make_plan
+from privacy.plan.request import PlanRequest
 from tests.privacy.ledger_files import rechained
 from tests.privacy.published import ASKED, PLAN, Judge, Records, publish, rewrite, sentences
 

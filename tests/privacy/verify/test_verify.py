@@ -21,9 +21,9 @@ from privacy.accounting.accountants import claimed_epsilon
 from privacy.checkpoints.read import sealed
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
-from privacy.plan import make_plan
-from privacy.plan_request import PlanRequest
-from privacy.releases import release_of_step
+from privacy.plan.numbers import make_plan
+from privacy.plan.releases import release_of_step
+from privacy.plan.request import PlanRequest
 from tests.privacy.published import PLAN, Judge, publish, rewrite, sentences
 from trainer.loop.metrics import as_fp32
 

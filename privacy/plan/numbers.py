@@ -12,30 +12,30 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from scipy import stats
 
-from .accounting.accountants import (
+from ..accounting.accountants import (
     EpsilonTable,
     ReleaseGroup,
     effective_noise_multiplier,
     epsilon,
     epsilon_rdp,
 )
-from .accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
-from .accounting.group_privacy import tail_of_doubles
-from .accounting.rounding import rounded_up, useless_delta
-from .errors import PrivacyConfigError
-from .lattice import Lattice
+from ..accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
+from ..accounting.group_privacy import tail_of_doubles
+from ..accounting.rounding import rounded_up, useless_delta
+from ..errors import PrivacyConfigError
+from ..lattice import Lattice
+from ..sampling.poisson import PoissonSampler, Sampler, usual_cap
 from .limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
 from .options import OPTIONS, Arithmetic, Clipping, Option, Sampling, options_of, require_compatible
-from .plan_request import PlanChoices, PlanRequest, require_types
-from .sampling.poisson import PoissonSampler, Sampler, usual_cap
+from .request import PlanChoices, PlanRequest, require_types
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from .clipping.accumulators import MakeAccumulator
-    from .clipping.clipped_sum import ClippedSum, Mode
-    from .noise import NoiseSource
+    from ..clipping.accumulators import MakeAccumulator
+    from ..clipping.clipped_sum import ClippedSum, Mode
+    from ..noise import NoiseSource
 
 ADJACENCY = "zero_out"
 ROUNDED: Literal["rounded"] = "rounded"
@@ -82,7 +82,7 @@ class PrivacyPlan(PlanChoices):
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """Kind -> the plan's option of it; what they say of themselves is in privacy/options.py."""
+        """Kind -> the plan's option of it; what they say of themselves is in privacy/plan/options.py."""
         return options_of(self)
 
     @cached_property
@@ -122,10 +122,10 @@ class PrivacyPlan(PlanChoices):
         self_check: bool = True,
     ) -> ClippedSum:
         """The clipper whose sensitivity the noise is scaled by; see `ClippedSum` for the arguments and errors."""
-        from .clipping.accumulators import LocalSums  # planning needs no torch
-        from .clipping.certified_sum import CertifiedSum
-        from .clipping.clipped_sum import ClippedSum
-        from .clipping.functions import function_of
+        from ..clipping.accumulators import LocalSums  # planning needs no torch
+        from ..clipping.certified_sum import CertifiedSum
+        from ..clipping.clipped_sum import ClippedSum
+        from ..clipping.functions import function_of
 
         # Without privacy the bound is infinite, and any function would do.
         option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
@@ -151,7 +151,7 @@ class PrivacyPlan(PlanChoices):
 
     def noise(self) -> NoiseSource:
         """A source of this process's noise."""
-        from .noise import SystemNoise
+        from ..noise import SystemNoise
 
         return SystemNoise()
 

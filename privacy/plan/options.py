@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import PrivacyConfigError
-from .lattice import Lattice
+from ..errors import PrivacyConfigError
+from ..lattice import Lattice
+from ..sampling.poisson import PoissonSampler, Sampler
+from ..sampling.shuffle import ShuffleSampler
 from .releases import SENSITIVITY_SLACK
-from .sampling.poisson import PoissonSampler, Sampler
-from .sampling.shuffle import ShuffleSampler
 
 if TYPE_CHECKING:
-    from .plan import PrivacyPlan
-    from .plan_request import Choices
+    from .numbers import PrivacyPlan
+    from .request import Choices
 
 
 class Option:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .errors import PrivacyConfigError
+from ..errors import PrivacyConfigError
 from .limits import LARGEST_BOUND, MAX_COUNT, SMALLEST_BOUND
 from .options import OPTIONS
 
@@ -118,7 +118,7 @@ class PlanRequest(PlanChoices):
         noise_multiplier: sigma; exactly one of it and `target_epsilon` is given (neither is needed without privacy).
         target_delta: 1 / (2 n) by default.
         reserved_attempts: max(2, ceil(1 % of the steps)) by default.
-        cap: "default" follows delta, steps and rate, up to ceil(B + 8 sqrt(B)) (`privacy.plan.default_cap`); None samples
+        cap: "default" follows delta, steps and rate, up to ceil(B + 8 sqrt(B)) (`privacy.plan.numbers.default_cap`); None samples
             without a cap. Shuffled batches need none.
         allow_small_noise: allows sigma below 0.3.
     """
