@@ -25,7 +25,7 @@ import torch  # noqa: E402
 
 from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.noise import MOST_THREADS  # noqa: E402
-from privacy.sampling.poisson import usual_cap  # noqa: E402
+from privacy.plan.numbers import usual_cap  # noqa: E402
 from trainer.config.machine import MachineSettings, load_machine_settings  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.engines.blocks import checkpoint_blocks  # noqa: E402

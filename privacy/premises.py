@@ -40,6 +40,7 @@ from .errors import PrivacyConfigError
 from .plan.releases import SENSITIVITY_SLACK, Release
 from .rounded_normal import MOST_DEVIATION, deviation_in_units
 from .sampling.poisson import PoissonSampler
+from .sampling.sampler import sampler_of
 from .step import collectives
 from .step.batches import most_micro_batches
 
@@ -109,7 +110,7 @@ def require_premises(
     )
     if not plan.formal_guarantee:
         return
-    sampler, charged, divisor = plan.sampler, plan.release_group(1), plan.expected_batch_size
+    sampler, charged, divisor = sampler_of(plan), plan.release_group(1), plan.expected_batch_size
     assert (
         isinstance(sampler, PoissonSampler) and clipped.exponent is not None
     )  # there is a guarantee

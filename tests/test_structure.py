@@ -191,6 +191,32 @@ def test_starting_imports_no_heavy_package() -> None:
         assert name not in loaded
 
 
+@pytest.mark.parametrize("module", ["privacy.plan.numbers", "privacy.ledger.ledger"])
+def test_plans_and_ledgers_are_read_without_torch(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert module in loaded and "torch" not in loaded
+
+
+NUMBERS = ("privacy.accounting.", "privacy.plan.", "privacy.errors", "privacy.lattice")
+"""What a plan consists of; certified arithmetic's lattice also names where its noise is drawn."""
+
+
+def test_a_plan_knows_nothing_of_the_mechanism() -> None:
+    trees = {
+        relative(path).removesuffix(".py").replace("/", "."): parsed(path)
+        for path in python_files("privacy")
+    }
+    graph = import_graph(trees)
+    waiting, reached = [name for name in graph if name.startswith("privacy.plan.")], set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += graph[module]
+    others = {name for name in reached if not name.startswith(NUMBERS)}
+    assert others == {"privacy.rounded_normal"}, sorted(others)
+
+
 STARTS = """
 import json, os, runpy, sys
 import numpy, pydantic, rich.progress, scipy.stats, torch, torch.utils.data, dp_accounting.pld.accountant

@@ -24,9 +24,11 @@ from ..clipping.sharded import full, kind_of, put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
 from ..ledger.durable import require_apart
+from ..noise import SystemNoise
 from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
+from ..run.mechanism import clipper_of
 from ..run.run import Parts, Stored, Watcher
 from ..step import collectives
 from ..step.averaging import WeightAverage
@@ -290,15 +292,15 @@ class OwnStart:
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         engine = self.engine
         rows = most_rows(plan, self.reader.micro_batch_size)
-        clipped = plan.clipped_sum(
-            self.model, shapes=engine.shapes, rows=rows, device=engine.device
+        clipped = clipper_of(
+            plan, self.model, shapes=engine.shapes, rows=rows, device=engine.device
         )
         self.undone.callback(clipped.detach)
         return Parts(
             engine=engine,
             task=self.task,
             clipped=clipped,
-            noise=plan.noise(),
+            noise=SystemNoise(),
             read=lambda plans: self.reader.steps(
                 plans, self.num_workers, pin_memory=engine.device.type == "cuda"
             ),

@@ -6,8 +6,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from scipy import stats
@@ -24,18 +25,9 @@ from ..accounting.group_privacy import tail_of_doubles
 from ..accounting.rounding import rounded_up, useless_delta
 from ..errors import PrivacyConfigError
 from ..lattice import Lattice
-from ..sampling.poisson import PoissonSampler, Sampler, usual_cap
 from .limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
-from .options import OPTIONS, Arithmetic, Clipping, Option, Sampling, options_of, require_compatible
+from .options import Arithmetic, Option, options_of, require_compatible
 from .request import PlanChoices, PlanRequest, require_types
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from ..clipping.accumulators import MakeAccumulator
-    from ..clipping.clipped_sum import ClippedSum, Mode
-    from ..noise import NoiseSource
 
 ADJACENCY = "zero_out"
 ROUNDED: Literal["rounded"] = "rounded"
@@ -44,8 +36,6 @@ ROUNDED: Literal["rounded"] = "rounded"
 @dataclass(frozen=True, kw_only=True)
 class PrivacyPlan(PlanChoices):
     """The frozen privacy parameters of a run; built by `make_plan`, or by `from_frozen` from a ledger.
-
-    It alone makes the run's sampler, clipper and noise source, so they cannot disagree with what is accounted.
 
     Attributes:
         noise_multiplier: sigma; the noise has standard deviation sigma times the clipper's sensitivity.
@@ -96,75 +86,25 @@ class PrivacyPlan(PlanChoices):
         """Where contributions, sums and noise lie in certified arithmetic; None in floating point."""
         return self.arithmetic_option.lattice(self)
 
-    @cached_property
-    def sampler(self) -> Sampler:
-        """The sampler whose rate and cap this plan is accounted with."""
-        option = self.options["sampling"]
-        assert isinstance(option, Sampling)
-        return option.sampler(self)
-
-    @cached_property
-    def coins(self) -> PoissonSampler:
-        """The coins of Poisson sampling at the rate B / n."""
-        return PoissonSampler.with_expected_batch(
-            self.num_examples, self.expected_batch_size, self.cap
-        )
-
-    def clipped_sum(
-        self,
-        model: nn.Module,
-        *,
-        shapes: Mapping[str, torch.Size] | None = None,
-        mode: Mode = "bookkeeping",
-        accumulator: MakeAccumulator | None = None,
-        rows: int | None = None,
-        device: torch.device | None = None,
-        self_check: bool = True,
-    ) -> ClippedSum:
-        """The clipper whose sensitivity the noise is scaled by; see `ClippedSum` for the arguments and errors."""
-        from ..clipping.accumulators import LocalSums  # planning needs no torch
-        from ..clipping.certified_sum import CertifiedSum
-        from ..clipping.clipped_sum import ClippedSum
-        from ..clipping.functions import function_of
-
-        # Without privacy the bound is infinite, and any function would do.
-        option = OPTIONS["clipping_function"][self.clipping_function if self.enabled else "flat"]
-        assert isinstance(option, Clipping)
-        of_both: dict[str, Any] = {
-            "shapes": shapes,
-            "function": function_of(option),
-            "accumulator": accumulator or LocalSums,
-            "device": device,
-            "self_check": self_check,
-        }
-        if self.lattice is not None:
-            return CertifiedSum(model, self.lattice, **of_both)
-        return ClippedSum(
-            model,
-            self.max_grad_norm if self.enabled else math.inf,
-            mode=mode,
-            cap=self.max_batch_size,
-            rows=rows,
-            noise_multiplier=self.noise_multiplier,
-            **of_both,
-        )
-
-    def noise(self) -> NoiseSource:
-        """A source of this process's noise."""
-        from ..noise import SystemNoise
-
-        return SystemNoise()
+    @property
+    def sampling_threshold(self) -> int:
+        """Q = floor(B 2^64 / n): an example is in a step where a coin of 64 bits is below it."""
+        return (self.expected_batch_size << 64) // self.num_examples
 
     @property
     def sample_rate(self) -> float:
-        """q = floor(B 2^64 / n) / 2^64, rounded up; what the accountant is charged with where sampling is Poisson."""
-        return self.coins.sample_rate
+        """q = Q / 2^64, rounded up to a double; what the accountant is charged with where sampling is Poisson."""
+        exact = Fraction(self.sampling_threshold, 2**64)
+        rounded = float(exact)
+        return rounded if Fraction(rounded) >= exact else math.nextafter(rounded, 1.0)
 
     @property
     def max_batch_size(self) -> int:
         """The most examples that a step may hold: what buffers and micro-batch counts are sized for."""
-        cap = self.sampler.cap
-        return self.num_examples if cap is None else min(cap, self.num_examples)
+        if self.sampling == "shuffle":
+            steps_per_epoch = -(-self.num_examples // self.expected_batch_size)
+            return -(-self.num_examples // steps_per_epoch)
+        return self.num_examples if self.cap is None else min(self.cap, self.num_examples)
 
     @property
     def max_intents(self) -> int:
@@ -249,7 +189,7 @@ class PrivacyPlan(PlanChoices):
             "informal_reasons": list(self.informal_reasons),
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
-            "sampling_threshold": str(self.coins.threshold),
+            "sampling_threshold": str(self.sampling_threshold),
             "adjacency": ADJACENCY,
             "formal_guarantee": self.formal_guarantee,
         }
@@ -289,6 +229,14 @@ def with_constant_bound(frozen: Mapping[str, Any]) -> dict[str, Any]:
 def _frozen_names() -> list[str]:
     """The plan's fields that a ledger holds under their own names."""
     return [field.name for field in fields(PrivacyPlan) if field.name != "warnings"]
+
+
+def usual_cap(expected_batch_size: int) -> int:
+    """Returns ceil(B + 8 sqrt(B)): eight standard deviations, so that the charged truncation costs next to nothing.
+
+    No default cap is above it; `default_cap` is the smaller one that is enough for the run's delta.
+    """
+    return math.ceil(expected_batch_size + 8 * math.sqrt(expected_batch_size))
 
 
 def default_cap(plan: PrivacyPlan) -> int:

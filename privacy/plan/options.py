@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import PrivacyConfigError
 from ..lattice import Lattice
-from ..sampling.poisson import PoissonSampler, Sampler
-from ..sampling.shuffle import ShuffleSampler
 from .releases import SENSITIVITY_SLACK
 
 if TYPE_CHECKING:
@@ -192,10 +190,6 @@ class Sampling(Option):
 
     kind = "sampling"
 
-    def sampler(self, plan: PrivacyPlan) -> Sampler:
-        """The sampler whose rate and cap the plan is accounted with."""
-        raise NotImplementedError
-
 
 class Poisson(Sampling):
     name = "poisson"
@@ -207,9 +201,6 @@ class Poisson(Sampling):
         "committed to the key before its first use."
     )
 
-    def sampler(self, plan: PrivacyPlan) -> PoissonSampler:
-        return plan.coins
-
 
 class Shuffle(Sampling):
     name = "shuffle"
@@ -219,9 +210,6 @@ class Shuffle(Sampling):
     }
     reason = "sampling is 'shuffle', not Poisson"
     sampling_statement = "The scheme is shuffle, not Poisson."
-
-    def sampler(self, plan: PrivacyPlan) -> ShuffleSampler:
-        return ShuffleSampler(plan.num_examples, plan.expected_batch_size)
 
 
 # ---------------------------------------------------------------- All of them

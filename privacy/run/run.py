@@ -26,6 +26,7 @@ from ..errors import (
 from ..noise import NoiseSource
 from ..plan.numbers import PrivacyPlan
 from ..premises import require_premises
+from ..sampling.sampler import sampler_of
 from ..step import collectives
 from ..step.batches import Dealt, LogicalBatches
 from ..step.engine import Engine, ShardState
@@ -235,7 +236,7 @@ class Run:
             note_charge=parts.note_charge,
         )
         self._batches = LogicalBatches(
-            plan.sampler,
+            sampler_of(plan),
             ledger.key,
             nonce,
             ledger.attempts,

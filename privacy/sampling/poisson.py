@@ -66,14 +66,6 @@ class Sampler(ABC):
         return truncate(ids, values, self.cap)
 
 
-def usual_cap(expected_batch_size: int) -> int:
-    """ceil(B + 8 sqrt(B)): eight standard deviations, so that the charged truncation costs next to nothing.
-
-    No default cap is above it; `privacy.plan.numbers.default_cap` is the smaller one that is enough for the run's delta.
-    """
-    return math.ceil(expected_batch_size + 8 * math.sqrt(expected_batch_size))
-
-
 @dataclass(frozen=True)
 class PoissonSampler(Sampler):
     """Poisson sampling of `num_examples` examples with probability `threshold` / 2^64, cut to `cap` examples."""

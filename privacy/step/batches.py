@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids, Sampler, example_keys, slice_bounds
 from ..sampling.rows import deal, most_of_share, shares_of_nodes
+from ..sampling.sampler import sampler_of
 from . import collectives
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def most_micro_batches(
 def most_rows(plan: PrivacyPlan, micro_batch_size: int, nodes: Sequence[int] = ()) -> int:
     """Rows of one rank for which its sums need room in one logical batch: twice what a step runs, since checks run some too."""
     count = most_micro_batches(
-        plan.sampler, collectives.world_size(), micro_batch_size, nodes, plan.expected_batch_size
+        sampler_of(plan),
+        collectives.world_size(),
+        micro_batch_size,
+        nodes,
+        plan.expected_batch_size,
     )
     return 2 * count * micro_batch_size
 

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from privacy import verify
 from privacy.errors import PrivacyConfigError, RemoteError
 from privacy.ledger.records import read_ledger
-from privacy.loop import PrivateLoop, integers
+from privacy.loop import PrivateLoop, integers, opening
 from privacy.noise import SystemNoise
-from privacy.plan.numbers import PrivacyPlan
 from tests.distributed.ranks import run_ranks
 from tests.docs.pages import blocks
 from tests.docs.test_library_example import installed
@@ -174,7 +173,7 @@ def rank_noise(folder: Path) -> Any:
     """With gradients that are nothing next to the noise, a step of SGD is the noise."""
     model, noise = sharded(), Counting()
     with quick() as patch:
-        patch.setattr(PrivacyPlan, "noise", lambda _: noise)
+        patch.setattr(opening, "SystemNoise", lambda: noise)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps, before = [], whole_weights(model)
         with opened(

@@ -13,6 +13,7 @@ import pytest
 from privacy.card.folder import read_utility
 from privacy.ledger.records import read_ledger
 from privacy.sampling.keys import SamplingKey
+from privacy.sampling.sampler import sampler_of
 from privacy.verify import verify
 from tests.e2e.launch import (
     PLANTED,
@@ -82,7 +83,7 @@ def members_of(run_dir: Path) -> list[np.ndarray]:
             nonce = bytes.fromhex(line["nonce"])
         if line["type"] == "intent":
             members.append(
-                state.plan.sampler.members(key.coin_key(nonce, line["attempt"]), line["step"])
+                sampler_of(state.plan).members(key.coin_key(nonce, line["attempt"]), line["step"])
             )
     return members
 

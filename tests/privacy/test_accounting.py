@@ -24,7 +24,7 @@ from privacy.accounting.accountants import (
 )
 from privacy.accounting.calibration import calibrate_noise_multiplier
 from privacy.errors import PrivacyConfigError
-from privacy.sampling.poisson import usual_cap
+from privacy.plan.numbers import usual_cap
 
 # DP-Cap: n = 233e6, B = 1 310 720, sigma 0.728, 5708 steps, delta 1/n.
 N, B, T, DELTA = 233_000_000, 1_310_720, 5708, 4.2918e-9

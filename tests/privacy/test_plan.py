@@ -11,9 +11,9 @@ from scipy import stats
 
 from privacy.accounting.accountants import ReleaseGroup, epsilon, epsilon_pld
 from privacy.errors import PrivacyConfigError
-from privacy.plan.numbers import PrivacyPlan, make_plan, require_equal
+from privacy.plan.numbers import PrivacyPlan, make_plan, require_equal, usual_cap
 from privacy.plan.request import PlanRequest
-from privacy.sampling.poisson import usual_cap
+from privacy.sampling.sampler import sampler_of
 
 BASE = {"num_examples": 3000, "expected_batch_size": 60, "num_steps": 150, "noise_multiplier": 3.0}
 
@@ -32,7 +32,7 @@ def test_defaults_of_the_contract():
     assert plan.cap == 112 == plan.max_batch_size
     assert plan.max_intents == 152
     assert plan.formal_guarantee and plan.reasons == () and plan.warnings == ()
-    assert plan.sample_rate == pytest.approx(0.02) and plan.sampler.cap == 112
+    assert plan.sample_rate == pytest.approx(0.02) and sampler_of(plan).cap == 112
     assert _plan(expected_batch_size=2999).cap == 3000
     assert _plan(cap=None).max_batch_size == 3000
 
@@ -173,7 +173,7 @@ def test_frozen_fields_survive_json_and_name_what_changed():
     assert frozen == plan.frozen_fields()
     again = PrivacyPlan.from_frozen(frozen)
     assert dataclasses.replace(again, warnings=plan.warnings) == plan
-    assert int(frozen["sampling_threshold"]) == plan.sampler.threshold
+    assert int(frozen["sampling_threshold"]) == plan.sampling_threshold
     for name, value in {
         "num_steps": 151,
         "max_grad_norm": 2.0,

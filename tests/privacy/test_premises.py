@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK, Release
 from privacy.plan.request import PlanRequest
 from privacy.premises import NoisedSum, require_noised, require_premises
+from privacy.run.mechanism import clipper_of
+from privacy.sampling.sampler import sampler_of
 from privacy.step.batches import most_rows
 from privacy.step.engine import Piece, ShardLayout, even_layout
 from tests.privacy.loop.own import make, quick
@@ -44,12 +47,14 @@ class Opened:
     """The objects of a run that is about to be opened; a test changes one of them."""
 
     plan: PrivacyPlan
+    sampler: Any
     clipped: ClippedSum
     engine: Any
     micro_batch_size: int = 8
 
     def require(self) -> None:
-        require_premises(self.plan, self.clipped, self.engine, self.micro_batch_size)
+        with mock.patch.object(premises, "sampler_of", return_value=self.sampler):
+            require_premises(self.plan, self.clipped, self.engine, self.micro_batch_size)
 
 
 def opened(kind: str = "floating", **changes: Any) -> Opened:
@@ -65,11 +70,12 @@ def opened(kind: str = "floating", **changes: Any) -> Opened:
     plan = make_plan(PlanRequest(**asked | KINDS[kind] | changes))
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
     model = model.double() if kind == "float64" else model
-    clipped = plan.clipped_sum(model, rows=most_rows(plan, 8), self_check=False)
+    clipped = clipper_of(plan, model, rows=most_rows(plan, 8), self_check=False)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")
     return Opened(
         plan,
+        sampler_of(plan),
         clipped,
         SimpleNamespace(
             shapes=shapes, layout=even_layout(shapes, 1), compute_dtype=dtype, device=device
@@ -123,13 +129,12 @@ def charge(of: Opened, **changes: Any) -> None:
 
 
 def sample(of: Opened, **changes: Any) -> None:
-    of.plan.__dict__["sampler"] = replace(of.plan.coins, **changes)
+    """Other coins than the plan's are those that the run would take."""
+    of.sampler = replace(of.sampler, **changes)
 
 
 def another_divisor(of: Opened) -> None:
-    coins = of.plan.coins
     of.plan = replace(of.plan, expected_batch_size=71)
-    of.plan.__dict__["sampler"] = coins
 
 
 def many_rows(of: Opened) -> None:
@@ -173,7 +178,7 @@ VIOLATIONS: dict[str, tuple[str, Callable[[Opened], None]]] = {
     ),
     "a sampler with another cap": (
         "cap that is charged",
-        lambda of: sample(of, cap=of.plan.sampler.cap + 1),
+        lambda of: sample(of, cap=of.sampler.cap + 1),
     ),  # type: ignore[operator]
     "a sampler of more examples": ("number of examples", lambda of: sample(of, num_examples=1701)),
     "another divisor": ("divided by B = q n = 70, and not by 71", another_divisor),
@@ -195,7 +200,7 @@ def test_an_object_that_violates_a_premise_is_refused(name: str) -> None:
 
 def test_a_run_with_one_member_more_than_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     of = opened()
-    most = of.plan.sampler.cap
+    most = of.sampler.cap
     assert most is not None
     for rows, raises in ((most, False), (most - 1, True)):
         monkeypatch.setattr(premises, "most_micro_batches", lambda *_, rows=rows: rows)

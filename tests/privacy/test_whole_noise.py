@@ -23,6 +23,7 @@ from privacy.loop import PrivateLoop, floats
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
 from privacy.rounded_normal import MOST_DEVIATION, deviation_in_units
+from privacy.run.mechanism import clipper_of
 from privacy.step.engine import even_layout
 from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import Mechanism, train_step
@@ -181,7 +182,7 @@ def step_of(mode: str, noise: Any, bound: float, sigma: float = 1.5) -> tuple[Cl
     plan = make_plan(PlanRequest(**fields | changed))  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 1)).to(dtype)
-    clipped = plan.clipped_sum(model, accumulator=accumulator, rows=64, self_check=False)
+    clipped = clipper_of(plan, model, accumulator=accumulator, rows=64, self_check=False)
     engine, x_BD = Captured(model), torch.randn(48, SIDE, dtype=dtype)
     mechanism = Mechanism(
         plan=plan,

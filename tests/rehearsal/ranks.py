@@ -37,6 +37,7 @@ from privacy.plan.numbers import make_plan
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
+from privacy.sampling.sampler import sampler_of
 from privacy.step import collectives, reduction
 from privacy.step.batches import Dealt, LogicalBatches, most_micro_batches
 from privacy.step.engine import ShardLayout
@@ -95,7 +96,7 @@ class Fleet:
         assert config.data.num_examples is not None
         plan = make_plan(config.privacy.request(config.train.num_steps, config.data.num_examples))
         key, nonce = SamplingKey(secrets.token_bytes(32)), secrets.token_bytes(16)
-        return LogicalBatches(plan.sampler, key, nonce, {}, config.train.micro_batch_size)
+        return LogicalBatches(sampler_of(plan), key, nonce, {}, config.train.micro_batch_size)
 
     def layout(self, stage: int, world_size: int) -> ShardLayout:
         machine = load_machine_settings(ROOT / "ds_configs" / f"zero{stage}.json")

@@ -56,6 +56,7 @@ def test_what_counts(tmp_path: Path) -> None:
         "benchmarks": 1,
         "benchmarks/results": 1,
         "privacy": 12,
+        "privacy/plan": 8,
         "trainer": 8,
         "trainer/config": 8,
     }

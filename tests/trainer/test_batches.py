@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from data.reading.loader import StepPlan
+from privacy.plan.numbers import usual_cap
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import PoissonSampler, example_keys, usual_cap
+from privacy.sampling.poisson import PoissonSampler, example_keys
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
 

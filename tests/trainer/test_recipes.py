@@ -16,9 +16,9 @@ from data.errors import DataError
 from data.index.shard import ROW
 from data.index.tar_index import ExampleTable
 from privacy.accounting.accountants import epsilon_rdp
-from privacy.plan.numbers import PrivacyPlan, make_plan
+from privacy.plan.numbers import PrivacyPlan, make_plan, usual_cap
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Decided, PoissonSampler, usual_cap
+from privacy.sampling.poisson import Decided, PoissonSampler
 from privacy.step.batches import LogicalBatches
 from tests.docs import stand_ins
 from tests.e2e.launch import alone, train_arguments

@@ -18,10 +18,11 @@ from privacy.accounting.accountants import (
 )
 from privacy.clipping.accumulators import real
 from privacy.errors import PrivacyConfigError
-from privacy.noise import add_noise
+from privacy.noise import SystemNoise, add_noise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
 from privacy.rounded_normal import deviation_in_units
+from privacy.run.mechanism import clipper_of
 from trainer.config.recipe import load_config
 from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task
@@ -70,11 +71,11 @@ def test_ratios_are_those_of_real_sums_and_real_noise() -> None:
     model, x_BD = Pull(size), torch.randn(1, size).expand(batch, size).contiguous()
     found = NoiseToSignal.of(plan, size)
     assert found is not None
-    clipped = plan.clipped_sum(model, self_check=False)
+    clipped = clipper_of(plan, model, self_check=False)
     clipped.add_micro_batch(model, {"x_BD": x_BD}, torch.zeros(batch, dtype=torch.bool))
     ((_, total),) = clipped.sums()
     signal = total.double().flatten() / batch
-    source, noises = plan.noise(), []
+    source, noises = SystemNoise(), []
     for _ in range(steps):
         noise = torch.zeros(size, dtype=torch.int64)
         add_noise(noise, deviation_in_units(1.7 * clipped.sensitivity, clipped.exponent), source)

@@ -47,7 +47,7 @@ from privacy.ledger.records import read_ledger
 from privacy.loop.fields import Example, floats, integers
 from privacy.loop.opening import OwnStart
 from privacy.loop.reading import Reader
-from privacy.noise import NoiseSource
+from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
@@ -452,7 +452,7 @@ def run_sandbox(
     # An eighth of the examples is not in the data, whatever the sampler chooses.
     coins = collectives.broadcast_object([secrets.randbelow(8) > 0 for _ in range(len(canaries))])
     present_N = np.array(coins) | canaries.crowd_N
-    tape, num_steps = Tape(source or audited.noise(), present_N, silent_steps), request.num_steps
+    tape, num_steps = Tape(source or SystemNoise(), present_N, silent_steps), request.num_steps
     sizes = micro_batch_size, LARGE, micro_batch_size
     ends = silent_steps - 2, silent_steps + noisy_steps // 2, num_steps
 

@@ -22,6 +22,7 @@ from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, LocalSums
 from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.numbers import PrivacyPlan
+from privacy.run.mechanism import clipper_of
 from trainer.config.machine import MachineSettings
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.run.memory_estimate import MemoryTimeline
@@ -100,8 +101,8 @@ class Probe:
                 shapes, replace(grid, rows=None), device
             )  # micro-batches of every size are tried
 
-        self.clipped = plan.clipped_sum(
-            self.module, accumulator=unlimited, rows=rows, self_check=False
+        self.clipped = clipper_of(
+            plan, self.module, accumulator=unlimited, rows=rows, self_check=False
         )
         if weights_of_one_pass:
             self.clipped._keeps_graph = False  # two passes take two forwards

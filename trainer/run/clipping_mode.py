@@ -27,6 +27,7 @@ from privacy.clipping.checked import nothing_is_small
 from privacy.clipping.clipped_sum import Mode
 from privacy.errors import PrivacyConfigError
 from privacy.plan.numbers import PrivacyPlan
+from privacy.run.mechanism import clipper_of
 from privacy.step import collectives
 from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, holds_whole_weights, to_device
@@ -92,7 +93,8 @@ def made_clipper(
     """
     privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
     rows = most_rows(plan, micro_batch_size, nodes)
-    clipped = plan.clipped_sum(
+    clipped = clipper_of(
+        plan,
         engine.module,
         shapes=engine.shapes,
         mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,

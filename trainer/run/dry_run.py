@@ -23,6 +23,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.run.ledger import Opening
 from privacy.run.run import Finished, Run, open_run
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
+from privacy.sampling.sampler import sampler_of
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
 from privacy.step.collectives import on_main, say
@@ -201,7 +202,7 @@ def deal_one_step(start: DryStart, run: Run, hosts: Sequence[str]) -> list[str]:
     nodes = tuple(numbers[host] for host in hosts) if config.data.staging is not None else ()
     secret = on_main(lambda: secrets.token_bytes(KEY_BYTES + NONCE_BYTES))
     batches = LogicalBatches(
-        plan.sampler,
+        sampler_of(plan),
         SamplingKey(secret[:KEY_BYTES]),
         secret[KEY_BYTES:],
         {},

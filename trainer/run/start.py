@@ -24,7 +24,7 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.errors import DONE
 from privacy.ledger.claim import LedgerBehind
-from privacy.noise import NoiseSource
+from privacy.noise import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
@@ -365,7 +365,7 @@ class TrainerStart:
             config, machine, self.engine_name, plan, task, engine, self.nodes
         )
         self.require_sums_at_size(engine, clipped.mode)
-        source = self.noise or plan.noise()
+        source = self.noise or SystemNoise()
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
         average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
         self.average = average

@@ -14,9 +14,11 @@ from privacy.audit.second_sampler import Attempt, SecondSampler
 from privacy.ledger.members import MembersRecord, members_digest
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
+from privacy.sampling import sampler
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, example_keys
 from privacy.sampling.rows import deal, shares_of_nodes
+from privacy.sampling.sampler import sampler_of
 
 SECRET = bytes(range(32))
 KEY = SamplingKey(SECRET)
@@ -41,7 +43,9 @@ coin_key, decide = SamplingKey.coin_key, PoissonSampler.decide
 
 
 def members(own: PrivacyPlan, attempt: Attempt) -> np.ndarray:
-    return own.sampler.members(KEY.coin_key(attempt.nonce, attempt.attempt), attempt.step)
+    return sampler.sampler_of(own).members(
+        KEY.coin_key(attempt.nonce, attempt.attempt), attempt.step
+    )
 
 
 def record(attempt: Attempt, ids: np.ndarray, world_size: int = 2) -> MembersRecord:
@@ -105,11 +109,11 @@ def test_members_that_the_coins_did_not_choose_are_found_in_what_was_trained(wro
         (SamplingKey, "coin_key", lambda self, nonce, attempt: coin_key(self, bytes(16), 0)),
         (PoissonSampler, "decide", lambda self, key, step, *bounds: decide(self, key, 1, *bounds)),
         (
-            PrivacyPlan,
-            "sampler",
-            property(lambda self: replace(self.coins, threshold=self.coins.threshold * 11 // 10)),
+            sampler,
+            "sampler_of",
+            lambda plan: replace(sampler_of(plan), threshold=plan.sampling_threshold * 11 // 10),
         ),
-        (PrivacyPlan, "sampler", property(lambda self: replace(self.coins, cap=None))),
+        (sampler, "sampler_of", lambda plan: replace(sampler_of(plan), cap=None)),
     ],
     ids=[
         "they forget session and attempt",

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.ledger.records import LedgerState, read_ledger
-from privacy.loop import PrivateLoop, floats, integers
+from privacy.loop import PrivateLoop, floats, integers, opening
 from privacy.plan.numbers import PrivacyPlan
 from privacy.sampling.keys import SamplingKey
+from privacy.sampling.sampler import sampler_of
 
 N, D, K = 60, 6, 3
 
@@ -90,7 +91,7 @@ def quick(*, silent: bool = False, same_coins: bool = False) -> Iterator[pytest.
         )
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_arguments: 1.0)
         if silent:
-            patch.setattr(PrivacyPlan, "noise", lambda _: Silent())
+            patch.setattr(opening, "SystemNoise", Silent)
         for name in (
             ("coin_key", "row_key", "example_key") if same_coins else ()
         ):  # a session has others
@@ -108,7 +109,7 @@ def weights(model: nn.Module) -> Tensor:
 
 def members_of(loop: PrivateLoop, step: int, nonce: bytes, attempt: int = 0) -> np.ndarray:
     """Who is in a step, by the sampler alone."""
-    sampler = loop.plan.sampler
+    sampler = sampler_of(loop.plan)
     return sampler.members(sampler.coin_key(loop._ledger.key, nonce, attempt), step)
 
 
