@@ -34,7 +34,7 @@ test: $(STAMP)
 	wait $$lint; lint=$$?; echo "lint and types:"; cat $(VENV)/lint.log; exit $$((tests ? tests : lint))
 
 # The full counts, in eight parts: make test-all [PART=3]; their record is tests/records/test-all.md. PART=commit takes the part of
-# the hour in which the commit was made: CI runs it, so that each part runs within days.
+# the hour in which the commit was made: the workflow runs it, so that each part runs within days.
 ifeq ($(PART),commit)
 override PART := $(shell echo $$(($$(git log -1 --format=%ct) / 3600 % 8 + 1)))
 endif

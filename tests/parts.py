@@ -20,7 +20,7 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 TITLE = """# The full counts
 
 Written by `make test-all` from `test-all.json`: the last run of each of the eight parts. A `+` behind a commit: files differed
-from it. CI runs the daily suite and then one part, which the hour of the commit names.
+from it. `.github/workflows/ci.yml` runs one part for each commit, which the hour of the commit names.
 """
 
 

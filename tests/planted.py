@@ -65,14 +65,14 @@ MISTAKES = [
         "the intent is written after the reduction",
         "privacy/step/step.py",
         "    if not clipped.leaves_process:\n"
-        "        lr = _intend(mechanism, step, releases)\n"
+        "        lr = _intend(mechanism, step, release)\n"
         '    laps.end("intent")\n'
         "\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n",
         '    laps.end("intent")\n'
         "    shards = reduce_to_owners(clipped, engine.layout)\n"
         "    if not clipped.leaves_process:\n"
-        "        lr = _intend(mechanism, step, releases)\n",
+        "        lr = _intend(mechanism, step, release)\n",
         "tests/trainer/test_audit_mechanism.py",
     ),
     Mistake(
@@ -127,8 +127,8 @@ MISTAKES = [
     Mistake(
         "the verifier believes the stated deviation of the noise",
         "privacy/verify.py",
-        "math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs, ours, strict=True)",
-        "math.isclose(a, b, rel_tol=1e-1) for a, b in zip(theirs, ours, strict=True)",
+        "math.isclose(std, std_planned, rel_tol=1e-9)",
+        "math.isclose(std, std_planned, rel_tol=1e-1)",
         "tests/privacy/verify/test_every_field.py",
     ),
     Mistake(

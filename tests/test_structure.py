@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.planted import MISTAKES, Mistake
 from tools.house import import_circle, import_graph, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,6 +216,12 @@ def test_a_plan_knows_nothing_of_the_mechanism() -> None:
             waiting += graph[module]
     others = {name for name in reached if not name.startswith(NUMBERS)}
     assert others == {"privacy.rounded_normal"}, sorted(others)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
+def test_a_mistake_that_is_planted_has_its_place_in_the_code(mistake: Mistake) -> None:
+    assert (ROOT / mistake.file).read_text().count(mistake.old) == 1
+    assert all((ROOT / name).exists() for name in mistake.tests.split())
 
 
 STARTS = """

@@ -103,12 +103,10 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     num_undecodable = 0
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
         lr = _intend(mechanism, step, release)
-    for batch in (
-        micro_batches
-    ):  # sum of clipped gradients: no noise, no division; locally also no communication
-        is_padding_B = batch.is_padding_B.to(
-            engine.device, non_blocking=True
-        )  # pinned by the loader
+    # The sum of clipped gradients: no noise, no division; locally also no communication.
+    for batch in micro_batches:
+        # Pinned by the loader.
+        is_padding_B = batch.is_padding_B.to(engine.device, non_blocking=True)
         stats.append(
             clipped.add_micro_batch(mechanism.task, to_device(batch.inputs, engine), is_padding_B)
         )
@@ -123,20 +121,15 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     laps.end("reduction")
     collectives.require_sound(engine.device)  # no noise hides what is incomplete
     for number in range(len(shards)):  # by number: what a loop variable holds is not freed
-        if (
-            clipped.exponent is not None
-        ):  # whole numbers until the noise is in them; without noise there is no step
-            add_noise(
-                shards[number].values,
-                deviation_in_units(noise_std, clipped.exponent),
-                mechanism.noise,
-            )
+        # Whole numbers until the noise is in them; without noise there is no step.
+        if clipped.exponent is not None:
+            deviation = deviation_in_units(noise_std, clipped.exponent)
+            add_noise(shards[number].values, deviation, mechanism.noise)
             shards[number] = shards[number]._replace(
                 values=real_(shards[number].values, clipped.exponent)
             )
-        shards[number].values.div_(
-            plan.expected_batch_size
-        )  # the public constant, never the realised batch size
+        # The public constant, never the realised batch size.
+        shards[number].values.div_(plan.expected_batch_size)
     laps.end("noise")
     norm, noised = _norm(shards, noise_std / plan.expected_batch_size)
     engine.step(shards, lr=lr)  # may free them

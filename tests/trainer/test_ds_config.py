@@ -198,6 +198,10 @@ REFUSALS: list[tuple[Any, str]] = [
     ),
     ({"zero_optimization": "auto"}, "zero_optimization must be an object"),
     (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "zero_optimization.offload_optimizer.ratio is no key of a ds_config",
+    ),
+    (
         {**ZERO2, "activation_checkpointing": {"cpu_checkpointing": True}},
         "needs activation_checkpointing.enabled",
     ),

@@ -76,7 +76,7 @@ TUNING = frozenset(
         *(
             f"zero_optimization.{section}.{name}"
             for section in ("offload_optimizer", "offload_param")
-            for name in ("ratio", "buffer_count", "buffer_size", "max_in_cpu", "fast_init")
+            for name in ("buffer_count", "buffer_size", "max_in_cpu", "fast_init")
         ),
     ]
 ) | frozenset(
