@@ -20,8 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from privacy.noise import MOST_THREADS, SystemNoise  # noqa: E402
-from privacy.rounded_normal import draw_rounded_normal  # noqa: E402
+from privacy.noise.rounded_normal import draw_rounded_normal  # noqa: E402
+from privacy.noise.source import MOST_THREADS, SystemNoise  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.planner.hardware import GPUS  # noqa: E402
 from trainer.planner.memory import trained_count  # noqa: E402

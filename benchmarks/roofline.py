@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from privacy.clipping import ClippedSum  # noqa: E402
-from privacy.noise import MOST_THREADS  # noqa: E402
+from privacy.noise.source import MOST_THREADS  # noqa: E402
 from privacy.plan.numbers import usual_cap  # noqa: E402
 from trainer.config.machine import MachineSettings, load_machine_settings  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402

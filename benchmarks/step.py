@@ -35,15 +35,15 @@ from models.captioner import Captioner, build_captioner  # noqa: E402
 from models.config import VitConfig, captioner_config  # noqa: E402
 from models.vit import VisionTransformer  # noqa: E402
 from models.vocabulary_head import VocabularyHead  # noqa: E402
+from privacy.certified.certified_sum import CertifiedSum  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
-from privacy.clipping.accumulators import real_  # noqa: E402
-from privacy.clipping.certified_sum import CertifiedSum  # noqa: E402
-from privacy.lattice import Lattice  # noqa: E402
-from privacy.noise import SystemNoise, add_noise  # noqa: E402
-from privacy.rounded_normal import deviation_in_units  # noqa: E402
+from privacy.noise.rounded_normal import deviation_in_units  # noqa: E402
+from privacy.noise.source import SystemNoise, add_noise  # noqa: E402
+from privacy.plan.lattice import Lattice  # noqa: E402
 from privacy.step.allocator import keep_freed_memory  # noqa: E402
 from privacy.step.engine import even_layout  # noqa: E402
-from privacy.step.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
+from privacy.sums.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
+from privacy.sums.totals import real_  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
 from trainer.planner.roofline import count_operations  # noqa: E402
 

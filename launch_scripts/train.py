@@ -75,7 +75,7 @@ from trainer.ranks.discovery import (
 )
 
 if TYPE_CHECKING:
-    from privacy.noise import NoiseSource
+    from privacy.noise.source import NoiseSource
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:

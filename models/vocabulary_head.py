@@ -28,7 +28,7 @@ class VocabularyHead(nn.Linear):
     log-sum-exp over the vocabulary and the target's score, whose difference is the cross-entropy, without ever holding more
     than about `max_logits` scores.
 
-    Clipping finds in `operands` and `logit_gradients` what its rule needs (privacy/clipping/rules.py).
+    Clipping finds in `operands` and `logit_gradients` what its rule needs (privacy/gradients/rules.py).
     """
 
     def __init__(self, width: int, vocab_size: int, *, max_logits: int, bias: bool = True) -> None:

@@ -35,7 +35,7 @@ MISTAKES = [
     ),
     Mistake(
         "padding tokens of an embedding move the sum",
-        "privacy/clipping/rules.py",
+        "privacy/gradients/rules.py",
         "if module.padding_idx is not None:\n        g_BTp",
         "if module.padding_idx is None:\n        g_BTp",
         "tests/privacy/clipping",
@@ -77,7 +77,7 @@ MISTAKES = [
     ),
     Mistake(
         "noise repeats from one draw to the next",
-        "privacy/noise.py",
+        "privacy/noise/source.py",
         "Cipher(algorithms.AES256(os.urandom(32)), modes",
         "Cipher(algorithms.AES256(b'k' * 32), modes",
         "tests/privacy/test_noise.py",

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from privacy.clipping import selfcheck
+from privacy.guards import selfcheck
 
 COMPARISONS = ("_by_groups", "require_nothing_gathered", "require_unconditional", "require_padding")
 """What `check_against_autograd` asks of a model before it notes that the model has passed."""

@@ -67,7 +67,7 @@ def parse(text: str, name: str) -> ast.Module:
     """The tree of a file, its relative imports written out.
 
     Args:
-        name: path of the file from the root of the project, `privacy/noise.py`.
+        name: path of the file from the root of the project, `privacy/noise/source.py`.
     """
     tree = ast.parse(text, name)
     package = name.rpartition("/")[0].replace("/", ".")

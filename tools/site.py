@@ -37,10 +37,11 @@ API = {
     ),
     "clipping": (
         "Clipping",
-        "privacy.clipping.clipped_sum privacy.clipping.accumulators privacy.clipping.certified_sum privacy.clipping.integers "
-        "privacy.clipping.coverage privacy.clipping.selfcheck",
+        "privacy.clipping.clipped_sum privacy.sums.grid privacy.sums.totals privacy.sums.local "
+        "privacy.certified.certified_sum privacy.certified.integers "
+        "privacy.gradients.coverage privacy.guards.selfcheck",
     ),
-    "noise": ("Noise", "privacy.noise privacy.rounded_normal"),
+    "noise": ("Noise", "privacy.noise.source privacy.noise.rounded_normal"),
     "ledger": (
         "Ledger",
         "privacy.ledger.ledger privacy.ledger.shared privacy.boundary privacy.errors",

@@ -17,7 +17,7 @@ mu = sqrt(sum_k (s_k / n_k)^2) (Dong, Roth and Su 2019, arXiv 1905.02383, coroll
 nothing is lost to composition. Neighbours differ by one example whose feature is there or zeroed out.
 
 Sums and noise are whole multiples of a step h_k, so that what is released is a function of that mechanism
-(privacy/noise.py). Each of the d_k entries of a statistic is rounded once, over all its pieces, and
+(privacy/noise/source.py). Each of the d_k entries of a statistic is rounded once, over all its pieces, and
 sqrt(d_k) h_k <= 2^-13 s_k, which the slack r of the plan covers.
 """
 
@@ -32,11 +32,12 @@ from pydantic.dataclasses import dataclass
 from scipy.special import expit, softmax
 
 from evaluation.private_head.rows import Rows
-from privacy.clipping.accumulators import Grid, Unit, real
 from privacy.errors import PrivacyConfigError
-from privacy.noise import NoiseSource, add_noise
+from privacy.noise.rounded_normal import deviation_in_units
+from privacy.noise.source import NoiseSource, add_noise
 from privacy.plan.releases import Release
-from privacy.rounded_normal import deviation_in_units
+from privacy.sums.grid import Grid, Unit
+from privacy.sums.totals import real, whole
 
 CHUNK_BYTES = 1 << 27
 """Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
@@ -123,9 +124,9 @@ class Budget:
         noised = torch.from_numpy(np.array(values, dtype=np.float64))
         if self._noise is not None:
             unit = self.units[name]
-            whole = unit.whole(noised, self._num_examples)
-            add_noise(whole, deviation_in_units(std, unit.exponent), self._noise)
-            noised = real(whole, unit.exponent)
+            units = whole(unit, noised, self._num_examples)
+            add_noise(units, deviation_in_units(std, unit.exponent), self._noise)
+            noised = real(units, unit.exponent)
         return noised.numpy()
 
     def release_symmetric(

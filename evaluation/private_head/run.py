@@ -30,6 +30,7 @@ from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, placed, say
 from privacy.files.toml_text import toml_value
+from privacy.guards.premises import NoisedSum, require_noised
 from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
 from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
@@ -43,11 +44,10 @@ from privacy.ledger.members import (
 )
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
-from privacy.premises import NoisedSum, require_noised
 from trainer.errors import ConfigError
 from trainer.weights.start import ledgers_of
 

@@ -24,7 +24,7 @@ from ..errors import PrivacyStateRefused
 from ..ledger.chain import hash_line, is_torn
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.records import LedgerState, noise_multiplier_of, read_ledger_and_bytes
-from ..noise_seen import noise_seen
+from ..noise.refutation import noise_seen
 from ..plan.options import Clipping
 from . import model
 from .model import STATEMENTS, Head, PrivacyCard, Stated

@@ -16,7 +16,7 @@ after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is 
   second must repeat the first to the last bit, or the norm that divides is not that of what is summed: see
   `check_repeatable`.
 
-The sums gather in an accumulator: by default in this process, without communication (`accumulators.py`).
+The sums gather in an accumulator: by default in this process, without communication (privacy/sums/).
 """
 
 import itertools
@@ -29,23 +29,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..arithmetic.precision import exact, require_exact_products, wide, wide_dtype
 from ..errors import PrivacyConfigError
-from ..plan.limits import SMALLEST_BOUND
-from ..plan.releases import Release, release_of_step
-from ..rounded_normal import MOST_DEVIATION, deviation_in_units
-from .accumulators import (
-    EXAMPLES_PER_PART,
-    Grid,
-    LocalSums,
-    MakeAccumulator,
-    Slot,
-    Total,
-    add_together,
-    blocks,
-)
-from .checked import require_passed, trained, writes_to
-from .compiled import compiled_weights
-from .contributions import (
+from ..gradients.compiled import compiled_weights
+from ..gradients.coverage import claims
+from ..gradients.fallback import Uncovered, plan_of
+from ..gradients.module_state import writes_to
+from ..gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
     in_full,
@@ -53,12 +43,16 @@ from .contributions import (
     may_cancel,
     without,
 )
-from .coverage import claims
-from .fallback import Uncovered, plan_of
-from .functions import ClippingFunction, flat
+from ..gradients.recorder import Call, Forward, Recorder, Task
+from ..guards.unchanged import require_passed, trained
+from ..noise.rounded_normal import deviation_in_units
+from ..plan.limits import MOST_DEVIATION, SMALLEST_BOUND
+from ..plan.releases import Release, release_of_step
+from ..sums.grid import EXAMPLES_PER_PART, Grid
+from ..sums.local import LocalSums, MakeAccumulator
+from ..sums.totals import Slot, Total, add_together, blocks
+from .clip_factors import ClippingFunction, flat
 from .norms import Factors, MicroBatchStats, NormTally
-from .precision import exact, require_exact_products, wide, wide_dtype
-from .recorder import Call, Forward, Recorder, Task
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
@@ -83,7 +77,7 @@ class ClippedSum:
 
     Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all parameters, by at most
     `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
-    and gradients whose norm overflows contribute zero. `accumulators.py` and `norms.py` derive that, from one assumption
+    and gradients whose norm overflows contribute zero. `sums/grid.py` and `norms.py` derive that, from one assumption
     about the order of additions inside one matrix product. An example contributes min(|g|, C), or less where its own tokens
     cancel (module docstring).
 
@@ -105,7 +99,7 @@ class ClippedSum:
             of a step otherwise, which is coarser where sigma is in the thousands.
         device: where the model computes, if its parameters wait elsewhere.
         self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
-            inputs of these kinds, and is as it was then; sizes and shapes are tried when they come (checked.py). False where a
+            inputs of these kinds, and is as it was then; sizes and shapes are tried when they come (neighbours.py). False where a
             copy has passed, as in the trainer.
 
     Raises:
@@ -562,7 +556,7 @@ class ClippedSum:
 
     def _accumulate(self, name: str, parts: Parts, factors: Factors) -> None:
         slot = self.accumulator.slot(name)
-        # Calls share examples, so what they contribute is added up before it is rounded (accumulators.py).
+        # Calls share examples, so what they contribute is added up before it is rounded (sums/grid.py).
         into = slot if len(parts) == 1 else slot.of_uses()
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:

@@ -20,7 +20,7 @@ out (`ClippedSum`), and then S is N.
 
 h is what underflow may hide (precision.py); overflow makes safe infinite or NaN, and the example is left out. e(BT) belongs to
 fp32 sums, of at most EXAMPLES_PER_SUM examples. The other half of r is for the rounding of all additions against the
-contributions of others (accumulators.py: 3 r / 8 and r / 8).
+contributions of others (sums/grid.py: 3 r / 8 and r / 8).
 
 F: the weighted sum of bf16 tensors on CUDA multiplies one operand, say g, by the factor c and rounds to bf16. Entry by entry
 the rounding moves c g_t by at most u' = 2^-8 of itself, hence the token's vector by at most u' c |g_t|, and the example's sum
@@ -49,7 +49,7 @@ parameter. Nothing above is about parameters as such: a vector of n numbers has 
 norm, and its k is that of n terms.
 
 **The weighted sum is a product over examples and tokens together**, whose order of additions is the one assumption that
-accumulators.py makes anyway. There e(k) = (8 + 4 sqrt(k)) u, or k u where that is less: the usual statistical bound on the
+sums/grid.py makes anyway. There e(k) = (8 + 4 sqrt(k)) u, or k u where that is less: the usual statistical bound on the
 rounding error of a dot product (Higham and Mary 2019) with a constant that covers blocked and fused-multiply-add kernels. The
 worst case k u would clip 0.4 % more on DP-Cap's captioner, and prove nothing without that assumption.
 
@@ -64,10 +64,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arithmetic.precision import Norm
+from ..gradients.per_example_gradients import Contribution, Dense, fold_error, inner, is_short
 from ..plan.releases import SENSITIVITY_SLACK
-from .accumulators import MOST_CANCELLED
-from .contributions import Contribution, Dense, fold_error, inner, is_short
-from .precision import Norm
+from ..sums.grid import MOST_CANCELLED
 
 
 def rounding(terms: int, dtype: torch.dtype) -> float:

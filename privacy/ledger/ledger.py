@@ -213,7 +213,7 @@ class Ledger:
         return f"{charged} of {allowed} intents are charged" if is_spent else None
 
     def done(self, step: int, attempt: int, **noised: Any) -> None:
-        """The update of the last intent is applied; `noised` is what the step released, for privacy/noise_seen.py."""
+        """The update of the last intent is applied; `noised` is what the step released, for privacy/noise/refutation.py."""
         self._require_session()
         self._append("done", {"step": step, "attempt": attempt, **noised})
 

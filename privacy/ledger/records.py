@@ -45,7 +45,7 @@ _STEP: dict[str, Kind] = {"step": is_count, "attempt": is_count}
 
 
 def _is_share(value: Any) -> bool:
-    """The owner of coordinates with the smallest norm beside its noise, of several (privacy/noise_seen.py)."""
+    """The owner of coordinates with the smallest norm beside its noise, of several (privacy/noise/refutation.py)."""
     whole = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
     return (
         whole

@@ -20,14 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim import optimizer as of_torch
 
-from ..clipping.checked import writes_to
-from ..clipping.sharded import put_away
 from ..errors import ConfigError, PrivacyConfigError
-from ..step import collectives
-from ..step.engine import GradShard, Piece, ShardState, even_layout
-from ..step.reduction import gather_from_owners
-from ..step.row_shards import RowShards, in_shards, own_part, own_rows, set_own_part
-from .weights import (
+from ..gradients.module_state import writes_to
+from ..gradients.sharded import put_away
+from ..guards.fingerprints import (
     fingerprint,
     fixed_tensors,
     is_strided,
@@ -36,6 +32,10 @@ from .weights import (
     require_rows,
     switch_reduction,
 )
+from ..step import collectives
+from ..step.engine import GradShard, Piece, ShardState, even_layout
+from ..step.row_shards import RowShards, in_shards, own_part, own_rows, set_own_part
+from ..sums.reduction import gather_from_owners
 
 WRAPPERS = (
     "DistributedDataParallel",

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..clipping.conditions import LISTED
 from ..errors import PrivacyConfigError
+from ..guards.conditions import LISTED
 
 
 class Unusable(Exception):

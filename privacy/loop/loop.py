@@ -26,8 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..accounting.calibration import MIN_NOISE_MULTIPLIER
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
-from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
+from ..gradients.fallback import Fallback
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
 from ..run.run import Finished, Run, open_run

@@ -16,15 +16,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
-from ..clipping.coverage import claims
-from ..clipping.fallback import Fallback, Uncovered, plan_of
-from ..clipping.recorder import Task
-from ..clipping.selfcheck import check_against_autograd, check_at_size
-from ..clipping.sharded import full, kind_of, put_away
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.toml_text import written
+from ..gradients.coverage import claims
+from ..gradients.fallback import Fallback, Uncovered, plan_of
+from ..gradients.recorder import Task
+from ..gradients.sharded import full, kind_of, put_away
+from ..guards.fingerprints import fixed_tensors, in_order, take_from_main
+from ..guards.selfcheck import check_against_autograd, check_at_size
 from ..ledger.durable import require_apart
-from ..noise import SystemNoise
+from ..noise.source import SystemNoise
 from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
@@ -40,7 +41,6 @@ from . import lineage
 from .engine import OwnEngine, rate_of, require_alike, settings, shown
 from .hugging_face import loss_of
 from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
-from .weights import fixed_tensors, in_order, take_from_main
 
 LearningRate = float | Callable[[int], float] | None
 """A number, or a function of the step, from 1 on; None leaves the rates to the caller."""

@@ -10,6 +10,9 @@ MAX_NOISE_MULTIPLIER = 1e4
 SMALLEST_BOUND, LARGEST_BOUND = 1e-12, 1e12
 """C lies between these: squares of norms about C, and of the many small entries that they are made of, are ordinary numbers in
 single precision. (Below 1e-20 they underflow, and contributions of several C pass unclipped.)"""
+MOST_DEVIATION = 2.0**50
+"""Standard deviation of noise in steps of the sum: beyond it 64 bits would often not tell the whole number
+(privacy/noise/rounded_normal.py)."""
 MAX_EPSILON = 1000.0
 """Above it nothing is guaranteed, and the distributions of the privacy loss no longer fit into memory."""
 

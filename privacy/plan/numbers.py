@@ -24,7 +24,7 @@ from ..accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_n
 from ..accounting.group_privacy import tail_of_doubles
 from ..accounting.rounding import rounded_up, useless_delta
 from ..errors import PrivacyConfigError
-from ..lattice import Lattice
+from .lattice import Lattice
 from .limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
 from .options import Arithmetic, Option, options_of, require_compatible
 from .request import PlanChoices, PlanRequest, require_types
@@ -42,7 +42,7 @@ class PrivacyPlan(PlanChoices):
         target_delta: delta of the claim.
         reserved_attempts: intents beyond `num_steps` that crashes may use up.
         cap: largest batch, charged; None samples without a cap.
-        noise_kind: rounded to whole multiples of the sums' step (privacy/noise.py). None in ledgers of
+        noise_kind: rounded to whole multiples of the sums' step (privacy/noise/source.py). None in ledgers of
             version 0.1: there noise was made of doubles, except in certified arithmetic. What its bounded
             support costs is still charged, and no step is taken any more.
         warnings: lines to print; no part of the plan's identity.

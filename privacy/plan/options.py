@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import PrivacyConfigError
-from ..lattice import Lattice
+from .lattice import Lattice
 from .releases import SENSITIVITY_SLACK
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Option:
 
 
 class Clipping(Option):
-    """How an example's norm becomes a factor. privacy/clipping/functions.py has its formula, which states its sensitivity.
+    """How an example's norm becomes a factor. privacy/clipping/clip_factors.py has its formula, which states its sensitivity.
 
     Attributes:
         clipped: what the card says is done to an example's gradient.

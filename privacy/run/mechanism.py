@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..clipping.accumulators import LocalSums, MakeAccumulator
-from ..clipping.certified_sum import CertifiedSum
+from ..certified.certified_sum import CertifiedSum
+from ..clipping.clip_factors import FUNCTIONS
 from ..clipping.clipped_sum import ClippedSum, Mode
-from ..clipping.functions import FUNCTIONS
 from ..plan.numbers import PrivacyPlan
+from ..sums.local import LocalSums, MakeAccumulator
 
 
 def clipper_of(

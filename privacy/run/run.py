@@ -14,7 +14,6 @@ import torch
 from ..checkpoints.read import Checkpoint, newest_whole, readable_manifests, set_aside_newer
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping import ClippedSum
-from ..clipping.recorder import Task
 from ..errors import (
     BUDGET_SPENT,
     DONE,
@@ -23,9 +22,10 @@ from ..errors import (
     PrivacyStateRefused,
     StepDropped,
 )
-from ..noise import NoiseSource
+from ..gradients.recorder import Task
+from ..guards.premises import require_premises
+from ..noise.source import NoiseSource
 from ..plan.numbers import PrivacyPlan
-from ..premises import require_premises
 from ..sampling.sampler import sampler_of
 from ..step import collectives
 from ..step.batches import Dealt, LogicalBatches

@@ -2,7 +2,7 @@
 
 An engine shards parameters, master weights and optimizer states in its own way and steps its own optimizer. The gradient path
 is ours on every engine: clipped sums are reduced, in whole numbers, to the owner of each coordinate, by default once per logical
-batch (`privacy/step/reduction.py`); that rank adds noise and divides; the engine takes the result.
+batch (`privacy/sums/reduction.py`); that rank adds noise and divides; the engine takes the result.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..clipping.accumulators import EXAMPLES_PER_PART
-from ..clipping.checked import require_apart
-from ..clipping.recorder import Task
-from ..clipping.sharded import is_dtensor
 from ..errors import PrivacyConfigError
+from ..gradients.recorder import Task
+from ..gradients.sharded import is_dtensor
+from ..guards.neighbours import require_apart
+from ..sums.grid import EXAMPLES_PER_PART
 from . import collectives
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..clipping.sharded import is_dtensor
+from ..gradients.sharded import is_dtensor
 from . import collectives
 from .engine import Piece, ShardLayout, flat_part, runs
 

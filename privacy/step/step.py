@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ..boundary import Private, Public, Reason
 from ..clipping import ClippedSum, MicroBatchStats
-from ..clipping.accumulators import real_
-from ..clipping.recorder import Task
-from ..noise import NoiseSource, add_noise
+from ..gradients.recorder import Task
+from ..noise.rounded_normal import deviation_in_units
+from ..noise.source import NoiseSource, add_noise
 from ..plan.numbers import PrivacyPlan
 from ..plan.releases import Release
-from ..rounded_normal import deviation_in_units
+from ..sums.reduction import reduce_to_owners
+from ..sums.totals import real_
 from . import clock, collectives
 from .engine import Engine, GradShard, to_device
-from .reduction import reduce_to_owners
 
 
 class StepLedger(Protocol):
@@ -34,7 +34,7 @@ class StepLedger(Protocol):
         ...
 
     def done(self, step: int, **noised: Any) -> None:
-        """The update of `step` is made; `noised` is what the record states of the noised sums (privacy/noise_seen.py)."""
+        """The update of `step` is made; `noised` is what the record states of the noised sums (privacy/noise/refutation.py)."""
         ...
 
 

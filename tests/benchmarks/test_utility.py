@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.utility import SYSTEMS, Clock, Job, network
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 
 EVERYBODY = Job("", "", 0, 8.0, 40, 40, 3, noise_multiplier=0.0, max_grad_norm=0.05)
 """Three steps with all forty examples, most of them clipped, and no noise."""

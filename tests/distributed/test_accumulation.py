@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import Grid, LocalSums, Slot, real
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from privacy.step import collectives
 from privacy.step.engine import Piece, ShardLayout, even_layout
-from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import train_step
+from privacy.sums.grid import Grid
+from privacy.sums.local import LocalSums
+from privacy.sums.sharded import ShardedSums
+from privacy.sums.totals import Slot, real
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     NUM_EXAMPLES,

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from data.batch import Batch
-from privacy.clipping.accumulators import LocalSums
-from privacy.clipping.certified_sum import CertifiedSum
+from privacy.certified.certified_sum import CertifiedSum
 from privacy.errors import PrivacyConfigError
-from privacy.noise import SystemNoise
+from privacy.noise.rounded_normal import deviation_in_units
+from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
-from privacy.rounded_normal import deviation_in_units
 from privacy.run.mechanism import clipper_of
 from privacy.step import collectives
-from privacy.step.reduction import reduce_to_owners
-from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import train_step
+from privacy.sums.local import LocalSums
+from privacy.sums.reduction import reduce_to_owners
+from privacy.sums.sharded import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,

@@ -21,14 +21,14 @@ from data.batch import Batch
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import real
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine
-from privacy.step.reduction import reduce_to_owners
 from privacy.step.step import Mechanism, train_step
+from privacy.sums.reduction import reduce_to_owners
+from privacy.sums.totals import real
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import MachineSettings, load_machine_settings

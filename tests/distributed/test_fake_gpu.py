@@ -19,7 +19,7 @@ from torch import Tensor
 from data.batch import Batch
 from privacy.checkpoints.read import open_checkpoint
 from privacy.clipping import ClippedSum
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from privacy.step.step import train_step
 from tests import fake_gpu
 from tests.distributed.ranks import free_port, quiet_environment, rank_environment
@@ -42,7 +42,7 @@ AT_ITS_END = {
         "step",
         "wait",
         "copy to the GPU",
-        "privacy/noise.py:SystemNoise.rounded_normal",
+        "privacy/noise/source.py:SystemNoise.rounded_normal",
     ),  # exact noise, drawn on the CPU
     ("step", "wait", "synchronize", "privacy/step/clock.py:Laps.end"),
     ("step", "wait", "_local_scalar_dense", "privacy/step/step.py:_norm"),
@@ -185,7 +185,7 @@ def test_a_loop_of_ones_own_on_a_gpu(walk: dict[str, Any]) -> None:
         "step",
         "wait",
         "copy to the CPU",
-        "privacy/loop/weights.py:fingerprint.<locals>.<listcomp>",
+        "privacy/guards/fingerprints.py:fingerprint.<locals>.<listcomp>",
     )
     assert {tuple(note) for note in walk["loop"]["notes"]} - AT_ITS_END <= {of_weights}
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from privacy.clipping import ClippedSum
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from privacy.step import collectives
 from privacy.step.engine import Engine, Piece
 from privacy.step.step import train_step

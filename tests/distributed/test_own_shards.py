@@ -20,7 +20,7 @@ from privacy import verify
 from privacy.errors import PrivacyConfigError, RemoteError
 from privacy.ledger.records import read_ledger
 from privacy.loop import PrivateLoop, integers, opening
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.docs.pages import blocks
 from tests.docs.test_library_example import installed

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from data.batch import Batch
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums, real
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine, Piece, ShardLayout
-from privacy.step.reduction import reduce_to_owners
-from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import train_step
+from privacy.sums.local import LocalSums
+from privacy.sums.reduction import reduce_to_owners
+from privacy.sums.sharded import ShardedSums
+from privacy.sums.totals import real
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,

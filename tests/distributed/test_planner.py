@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import Grid, LocalSums, real_
 from privacy.step import collectives
 from privacy.step.engine import split
-from privacy.step.reduction import reduce_to_owners
-from privacy.step.sharded_sums import ShardedSums
+from privacy.sums.grid import Grid
+from privacy.sums.local import LocalSums
+from privacy.sums.reduction import reduce_to_owners
+from privacy.sums.sharded import ShardedSums
+from privacy.sums.totals import real_
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings

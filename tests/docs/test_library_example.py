@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from privacy.clipping.compiled import CompiledTap, tap
+from privacy.gradients.compiled import CompiledTap, tap
 from tests.docs.pages import ROOT, Block, blocks
 
 
@@ -63,7 +63,7 @@ def test_the_clone_and_the_installed_library_in_one_process_keep_their_compiled_
     seen: list[Tensor] = []
     ours = CompiledTap(lambda x, output: seen.append(x), lambda x, gradient: None)
     with installed():
-        importlib.import_module("auditable_dp.clipping.compiled")
+        importlib.import_module("auditable_dp.gradients.compiled")
         tap(
             torch.ones(2),
             torch.zeros((), requires_grad=True),

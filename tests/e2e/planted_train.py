@@ -41,7 +41,7 @@ from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.ledger import chain, durable  # noqa: E402
 from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
-from privacy.noise import SystemNoise  # noqa: E402
+from privacy.noise.source import SystemNoise  # noqa: E402
 from privacy.run import run as loop  # noqa: E402
 from privacy.run.ledger import RunLedger  # noqa: E402
 from privacy.step import step as one_step  # noqa: E402

@@ -23,7 +23,7 @@ from evaluation.private_head.methods import METHODS, Budget, Piece, Statistic, a
 from evaluation.private_head.rows import Rows, clip_rows, rounding
 from evaluation.private_head.run import head_plan, make_method, train_head, without_noise
 from privacy.errors import PrivacyConfigError
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.evaluation.support import digits, exact_delta, spent
 from tests.privacy.test_whole_noise import Reals, rounded

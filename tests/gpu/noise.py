@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from privacy.noise import SystemNoise, add_noise
+from privacy.noise.source import SystemNoise, add_noise
 from tests.gpu.checks import Check, Setting
 
 DEVIATION = 0.7 * 2.0**34

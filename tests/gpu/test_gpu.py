@@ -23,7 +23,7 @@ def test_a_part_can_be_imported(part: str) -> None:
 
 WRONG_FACTOR = """
 from unittest import mock
-from privacy.clipping import contributions
+from privacy.gradients import per_example_gradients as contributions
 import torch
 
 def ghost_norm(a_BTd, g_BTp):

@@ -13,7 +13,6 @@ import torch
 
 from privacy.card.folder import write_card
 from privacy.checkpoints.read import sealed
-from privacy.clipping.accumulators import Grid
 from privacy.ledger.chain import hash_line
 from privacy.ledger.claim import claim_of, keep_copies, ledgers_of_run
 from privacy.ledger.ledger import Ledger
@@ -21,6 +20,7 @@ from privacy.ledger.records import read_ledger
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
+from privacy.sums.grid import Grid
 from privacy.verify import __file__ as VERIFIER
 from tests.privacy.ledger_files import NUMBERS, rechained
 from trainer.report import build_card

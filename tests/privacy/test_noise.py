@@ -7,9 +7,10 @@ import pytest
 import torch
 from scipy import stats
 
-from privacy import noise
-from privacy.noise import SystemNoise, add_noise
-from privacy.rounded_normal import MOST_DEVIATION, draw_rounded_normal
+from privacy.noise import source as noise
+from privacy.noise.rounded_normal import draw_rounded_normal
+from privacy.noise.source import SystemNoise, add_noise
+from privacy.plan.limits import MOST_DEVIATION
 
 CPU = torch.device("cpu")
 DEVIATION = 0.7 * 2.0**34

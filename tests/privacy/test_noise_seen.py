@@ -1,6 +1,6 @@
 """Norms of noised sums refute noise that was stated and not drawn, and no honest run, by both implementations.
 
-The conditions are those of privacy/noise_seen.py; verify.py has its own copy of the test.
+The conditions are those of privacy/noise/refutation.py; verify.py has its own copy of the test.
 """
 
 import json
@@ -16,12 +16,13 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor, nn
 
-from privacy import noise_seen, verify
+from privacy import verify
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.loop import opening
-from privacy.noise import SystemNoise
+from privacy.noise import refutation
+from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
@@ -67,7 +68,7 @@ def ledger_of(
 def refuted(path: Path) -> str:
     """What both implementations call too small, in words; "" where the noise is not refuted."""
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
-    ours, theirs = noise_seen.noise_seen(records)[1], ""
+    ours, theirs = refutation.noise_seen(records)[1], ""
     try:
         verify.seen(verify.read_ledger(path))
     except verify.Violated as error:
@@ -193,7 +194,7 @@ def test_the_quantile_is_exact_below_1000_coordinates_and_a_bound_above(coordina
     for level in (1e-9, 1e-15):
         edge = coordinates - 2 * math.sqrt(coordinates * math.log(1 / level))
         edge = float(chi2.ppf(level, coordinates)) if coordinates < 1000 else edge
-        for judge in (noise_seen.is_too_small, verify.too_small):
+        for judge in (refutation.is_too_small, verify.too_small):
             assert judge(edge * (1 - 1e-6), coordinates, level) and not judge(
                 edge * (1 + 1e-6), coordinates, level
             )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from privacy import verify
 from privacy.card.render import to_markdown
-from privacy.clipping.functions import function_of
+from privacy.clipping.clip_factors import function_of
 from privacy.errors import ConfigError, PrivacyConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger

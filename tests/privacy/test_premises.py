@@ -19,19 +19,22 @@ from torch import nn
 from evaluation.private_head.methods import METHODS
 from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import head_plan, train_head
-from privacy import premises, verify
+from privacy import verify
 from privacy.accounting.accountants import ReleaseGroup
-from privacy.clipping import ClippedSum, precision
-from privacy.clipping.accumulators import Grid, Slot, Unit
+from privacy.arithmetic import precision
+from privacy.clipping import ClippedSum
 from privacy.errors import PrivacyConfigError
+from privacy.guards import premises
+from privacy.guards.premises import NoisedSum, require_noised, require_premises
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK, Release
 from privacy.plan.request import PlanRequest
-from privacy.premises import NoisedSum, require_noised, require_premises
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
 from privacy.step.batches import most_rows
 from privacy.step.engine import Piece, ShardLayout, even_layout
+from privacy.sums.grid import Grid, Unit
+from privacy.sums.totals import Slot
 from tests.privacy.loop.own import make, quick
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LARGEST_INT64, Grid, LocalSums
 from privacy.errors import PrivacyConfigError
 from privacy.loop import PrivateLoop, floats
+from privacy.noise.rounded_normal import deviation_in_units
+from privacy.plan.limits import MOST_DEVIATION
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
-from privacy.rounded_normal import MOST_DEVIATION, deviation_in_units
 from privacy.run.mechanism import clipper_of
 from privacy.step.engine import even_layout
-from privacy.step.sharded_sums import ShardedSums
 from privacy.step.step import Mechanism, train_step
+from privacy.sums.grid import LARGEST_INT64, Grid
+from privacy.sums.local import LocalSums
+from privacy.sums.sharded import ShardedSums
 from tests.privacy.loop.own import quick
 
 SIGMA, N, WIDTH = 16.0, 64, 600

@@ -31,17 +31,20 @@ import torch
 import torch.distributed as dist
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import SHORT, Grid, LocalSums, Total
 from privacy.ledger.members import MembersRecord, read_lines
 from privacy.plan.numbers import make_plan
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
 from privacy.sampling.sampler import sampler_of
-from privacy.step import collectives, reduction
+from privacy.step import collectives
 from privacy.step.batches import Dealt, LogicalBatches, most_micro_batches
 from privacy.step.engine import ShardLayout
-from privacy.step.reduction import reduce_to_owners
+from privacy.sums import reduction
+from privacy.sums.grid import SHORT, Grid
+from privacy.sums.local import LocalSums
+from privacy.sums.reduction import reduce_to_owners
+from privacy.sums.totals import Total
 from tests.distributed.ranks import free_port
 from tests.rehearsal.part import ROOT, Part, lap
 from trainer.config.cli import open_files_of

@@ -15,20 +15,21 @@ import torch
 from torch import Tensor
 
 from data.reading import loader
-from privacy.clipping import accumulators, functions
+from privacy.clipping import clip_factors as functions
+from privacy.clipping.clip_factors import ClippingFunction
 from privacy.clipping.clipped_sum import ClippedSum
-from privacy.clipping.functions import ClippingFunction
 from privacy.ledger import run_state
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.loop.engine import OwnEngine
-from privacy.noise import NoiseSource, SystemNoise, add_noise
-from privacy.rounded_normal import deviation_in_units
+from privacy.noise.rounded_normal import deviation_in_units
+from privacy.noise.source import NoiseSource, SystemNoise, add_noise
 from privacy.run import run
 from privacy.run.ledger import RunLedger
-from privacy.step import collectives, reduction
+from privacy.step import collectives
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
+from privacy.sums import local, reduction, totals
 from trainer.run import start
 
 Seam = tuple[Any, str]
@@ -203,11 +204,11 @@ def forgetful(make: Any, sums: Any) -> None:
     "divisor",
     "whole_sums",
     "draws_reach_the_weights",
-    at=(accumulators.LocalSums, "take"),
-    beginning=((accumulators.LocalSums, "_make"), forgetful),
+    at=(local.LocalSums, "take"),
+    beginning=((local.LocalSums, "_make"), forgetful),
 )
-def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> accumulators.Total:
-    total: accumulators.Total = take(sums, name)
+def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> totals.Total:
+    total: totals.Total = take(sums, name)
     sums.__dict__.setdefault("before", {})[name] = total.read(slice(None)) // 64
     return total
 
@@ -215,7 +216,7 @@ def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> accu
 @mistake(
     "whole_sums",
     "draws_reach_the_weights",
-    at=(accumulators.LocalSums, "finish"),
+    at=(local.LocalSums, "finish"),
     check=((start, "check_against_autograd"), nothing),
 )
 def sums_are_single(finish: Any, sums: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privacy import verify
 from privacy.audit.folder import ledger_audit
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from tests.distributed.ranks import ROOT, run_ranks
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config

@@ -15,11 +15,11 @@ from privacy import verify
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import sealed
-from privacy.clipping.accumulators import Slot
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder
+from privacy.sums.totals import Slot
 from tests.distributed.ranks import ROOT
 from tests.privacy.loop.own import make
 from tests.trainer.test_chains import run

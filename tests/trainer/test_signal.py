@@ -16,13 +16,13 @@ from privacy.accounting.accountants import (
     epsilon_rdp,
     tan,
 )
-from privacy.clipping.accumulators import real
 from privacy.errors import PrivacyConfigError
-from privacy.noise import SystemNoise, add_noise
+from privacy.noise.rounded_normal import deviation_in_units
+from privacy.noise.source import SystemNoise, add_noise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
-from privacy.rounded_normal import deviation_in_units
 from privacy.run.mechanism import clipper_of
+from privacy.sums.totals import real
 from trainer.config.recipe import load_config
 from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task

@@ -14,7 +14,7 @@ from torch import Tensor
 from data.batch import Batch
 from models.captioner import Captioner
 from models.masked_autoencoder import reconstruction_loss
-from privacy.clipping.selfcheck import check_against_autograd
+from privacy.guards.selfcheck import check_against_autograd
 from trainer.config.recipe import load_config
 from trainer.loop.reporting import learned
 from trainer.tasks import MaskedAutoencodingTask, make_task

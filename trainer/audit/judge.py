@@ -23,7 +23,7 @@ from scipy import stats
 
 from privacy.audit.report import AuditReport, Check, fact, random_check
 from privacy.audit.second_sampler import Attempt, SecondSampler
-from privacy.clipping.functions import FUNCTIONS
+from privacy.clipping.clip_factors import FUNCTIONS
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.run import Run
 from trainer.audit.canary_model import KEY_BITS, Canaries

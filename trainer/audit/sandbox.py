@@ -47,7 +47,7 @@ from privacy.ledger.records import read_ledger
 from privacy.loop.fields import Example, floats, integers
 from privacy.loop.opening import OwnStart
 from privacy.loop.reading import Reader
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
@@ -328,8 +328,8 @@ class Tape(Watcher):
             Fsync((status.st_dev, status.st_ino), time.monotonic_ns(), status.st_size, inodes)
         )
 
-    # The noise source may ask for entropy through this function alone, which `privacy/noise.py` does; a source that is seeded
-    # otherwise takes none, and is found by that.
+    # The noise source may ask for entropy through this function alone, as `privacy/noise/source.py` does. A source
+    # that is seeded otherwise takes none, and is found by that.
     def _urandom(self, original: Callable[[int], bytes], size: int, /) -> bytes:
         self._entropy_bytes += size
         return original(size)

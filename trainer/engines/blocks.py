@@ -3,12 +3,12 @@
 **Checkpointing** keeps a block's inputs and computes the rest again in the backward pass. Chen et al. 2016
 (https://arxiv.org/abs/1604.06174), with torch's non-reentrant implementation, which alone lets a backward pass skip weight
 gradients (`torch.autograd.grad` with chosen inputs), as clipping does. The whole call of a block is repeated, its hooks included:
-sharded engines gather the block's weights again, and the taps of clipping record it again (`privacy/clipping/recorder.py`). The
+sharded engines gather the block's weights again, and the taps of clipping record it again (`privacy/gradients/recorder.py`). The
 clipped sum does not change. `two_pass` clipping keeps one block's activations at a time; `bookkeeping` keeps the input and output
 gradient of every linear layer until the norms are known, so that only the activations between them are saved.
 
 **Compilation** goes block by block and in place: names of parameters and checkpoints stay as they are, and equal blocks share one
-graph. The taps of clipping are opaque operations in it (privacy/clipping/compiled.py), so there is no graph break, gradients of
+graph. The taps of clipping are opaque operations in it (privacy/gradients/compiled.py), so there is no graph break, gradients of
 weights are not computed, and the clipped sum is what it is without compilation, up to the rounding of fused operations. Norms
 are taken from the tensors that are summed, so the sensitivity does not depend on the compiler.
 """

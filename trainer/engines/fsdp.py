@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from privacy.clipping.sharded import put_away
+from privacy.gradients.sharded import put_away
 from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece, ShardState, flat_part, repeated_blocks
 from privacy.step.row_shards import RowShards, own_rows

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from privacy.step import collectives
 from privacy.step.engine import GradShard, Piece, ShardState, flat_part
-from privacy.step.reduction import gather_from_owners
+from privacy.sums.reduction import gather_from_owners
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks

@@ -112,7 +112,7 @@ class ProgressLine:
 
 
 FAR_BELOW = 1e-4
-"""Gradients of less than this part of C are below the step of the sums of a large model (privacy/clipping/accumulators.py)."""
+"""Gradients of less than this part of C are below the step of the sums of a large model (privacy/sums/grid.py)."""
 
 
 class StepReporter:

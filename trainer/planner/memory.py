@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, num_bytes
 from privacy.clipping.clipped_sum import Mode
-from privacy.noise import MOST_DRAWN
+from privacy.noise.source import MOST_DRAWN
 from privacy.step.engine import repeated_blocks
-from privacy.step.reduction import PACKED_COORDINATES
-from privacy.step.sharded_sums import bucket_names
+from privacy.sums.grid import EXAMPLES_PER_PART, Grid, num_bytes
+from privacy.sums.reduction import PACKED_COORDINATES
+from privacy.sums.sharded import bucket_names
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName

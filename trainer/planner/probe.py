@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, LocalSums
-from privacy.clipping.certified_sum import CertifiedSum
+from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.mechanism import clipper_of
+from privacy.sums.grid import EXAMPLES_PER_PART, Grid
+from privacy.sums.local import LocalSums
 from trainer.config.machine import MachineSettings
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.run.memory_estimate import MemoryTimeline

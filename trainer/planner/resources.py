@@ -20,11 +20,11 @@ import numpy as np
 from data.index.shards import find_shards
 from data.index.tar_index import MANIFEST, ExampleTable
 from models.config import captioner_config
-from privacy.clipping.accumulators import EXAMPLES_PER_PART
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.numbers import PrivacyPlan
 from privacy.sampling.rows import most_of_share
 from privacy.step.batches import num_micro_batches
+from privacy.sums.grid import EXAMPLES_PER_PART
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
@@ -46,7 +46,7 @@ EFFICIENCY = 0.35
 LATTICE_BYTES = 190
 """Bytes that a coordinate of one example moves through memory in certified arithmetic once its gradient is written out: 4 for
 the norm, 76 to scale and round in fp64, 80 for exact squares, 30 to multiply and add up, in the unfused operations of
-privacy/clipping/integers.py."""
+privacy/certified/integers.py."""
 DECODED_PER_SECOND = 366.0
 """Examples that one core decodes and transforms: JPEGs of 82 kB to 224 pixels (2026-11-22-loader-two-cores.json)."""
 GPU_MTBF_HOURS = 50_000.0

@@ -146,7 +146,7 @@ class OperationCounter(TorchDispatchMode):
     def launch_fused(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], for_all_sizes: bool
     ) -> Any:
-        """Stands in for `privacy.clipping.fused.launch`: counts what inductor makes of the function for CUDA."""
+        """Stands in for `privacy.arithmetic.fused.launch`: counts what inductor makes of the function for CUDA."""
         self._is_inside_kernel, before = True, self._is_inside_kernel
         try:
             made = kernels_of(
@@ -194,22 +194,22 @@ def as_on_cuda(counter: OperationCounter) -> Iterator[None]:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *_, **__: counter.add("zero_excluded_rows", [], grid[0])
 
-    kernels = ModuleType("privacy.clipping.kernels")
+    kernels = ModuleType("privacy.arithmetic.kernels")
     vars(kernels).update(zero_excluded_rows=Blanking(), ROW_BLOCK=1024)
-    contributions = importlib.import_module("privacy.clipping.contributions")
+    contributions = importlib.import_module("privacy.gradients.per_example_gradients")
     seams: dict[str, Any] = {
-        "contributions._has_bf16_units": lambda device: True,
-        "contributions.has_fp32_products_of_bf16": lambda device: True,
-        "contributions._in_place": lambda x: x.is_contiguous(),
-        "contributions.WIDENED_ENTRIES": contributions.WIDENED_ENTRIES[1:] * 2,
-        "accumulators.has_fp32_products_of_bf16": lambda device: True,
-        "accumulators.adds_term_by_term": lambda x: x.dtype != torch.float64,
-        "clipped_sum.needs_blanking": lambda is_finite_B: True,
-        "fused.launch": counter.launch_fused,
+        "gradients.per_example_gradients._has_bf16_units": lambda device: True,
+        "gradients.per_example_gradients.has_fp32_products_of_bf16": lambda device: True,
+        "gradients.per_example_gradients._in_place": lambda x: x.is_contiguous(),
+        "gradients.per_example_gradients.WIDENED_ENTRIES": contributions.WIDENED_ENTRIES[1:] * 2,
+        "sums.totals.has_fp32_products_of_bf16": lambda device: True,
+        "sums.totals.adds_term_by_term": lambda x: x.dtype != torch.float64,
+        "clipping.clipped_sum.needs_blanking": lambda is_finite_B: True,
+        "arithmetic.fused.launch": counter.launch_fused,
     }
     with ExitStack() as stack:
         for name, value in seams.items():
-            stack.enter_context(mock.patch(f"privacy.clipping.{name}", value))
+            stack.enter_context(mock.patch(f"privacy.{name}", value))
         # Not `patch.dict`, which would also forget what is imported meanwhile, inductor with it.
         sys.modules[kernels.__name__] = kernels
         stack.callback(sys.modules.pop, kernels.__name__)

@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 from models.vocabulary_head import VocabularyHead
+from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums
-from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.checked import nothing_is_small
 from privacy.clipping.clipped_sum import Mode
 from privacy.errors import PrivacyConfigError
+from privacy.guards.neighbours import nothing_is_small
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.mechanism import clipper_of
 from privacy.step import collectives
 from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, holds_whole_weights, to_device
-from privacy.step.sharded_sums import ShardedSums
+from privacy.sums.local import LocalSums
+from privacy.sums.sharded import ShardedSums
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.planner.memory import USABLE, RankMemory, better_mode

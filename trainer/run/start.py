@@ -19,12 +19,11 @@ from data.reading.loader import Loader, StepPlan
 from data.reading.streaming import Stream, StreamingLoader
 from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
-from privacy.clipping.accumulators import EXAMPLES_PER_SUM
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.errors import DONE
+from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.ledger.claim import LedgerBehind
-from privacy.noise import NoiseSource, SystemNoise
+from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
@@ -42,6 +41,7 @@ from privacy.step.engine import (
     to_device,
 )
 from privacy.step.folder import RunFolder
+from privacy.sums.grid import EXAMPLES_PER_SUM
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
 from trainer.engines import build_engine, sharder

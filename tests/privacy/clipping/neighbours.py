@@ -34,12 +34,15 @@ import torch
 from torch import Tensor, nn
 
 from models.vocabulary_head import VocabularyHead
-from privacy.clipping import ClippedSum, accumulators, contributions
-from privacy.clipping.accumulators import MOST_CANCELLED, real
+from privacy.clipping import ClippedSum
+from privacy.clipping.clip_factors import FUNCTIONS, ClippingFunction
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.functions import FUNCTIONS, ClippingFunction
+from privacy.gradients import per_example_gradients as contributions
 from privacy.step.engine import even_layout
-from privacy.step.sharded_sums import ShardedSums
+from privacy.sums import totals
+from privacy.sums.grid import MOST_CANCELLED
+from privacy.sums.sharded import ShardedSums
+from privacy.sums.totals import real
 
 MODES: tuple[Mode, ...] = ("bookkeeping", "two_pass")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -372,7 +375,7 @@ def sizes_of(
     """|S - S'| / C of every lane: first for x zeroed in its place, then for x left out with the rows behind it closed up.
 
     C of a lane is the largest contribution to it by exact arithmetic, or what an example may carry away and back
-    (MOST_CANCELLED of accumulators.py). Where C is finite, one more pair is the whole vector.
+    (MOST_CANCELLED of grid.py). Where C is finite, one more pair is the whole vector.
     """
     model, inputs_of, lanes_of = build(of.rule, of.tokens)
     model = model.to(device, DTYPES[of.dtype])
@@ -707,13 +710,13 @@ def cuda_products(kind: str) -> Iterator[Draw]:
             bound=None,
         )
 
-    with mock.patch.object(accumulators, "_product", product), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(accumulators, "adds_term_by_term", return_value=True))
+    with mock.patch.object(totals, "_product", product), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(totals, "adds_term_by_term", return_value=True))
         if terms > 1:
             stack.enter_context(
                 mock.patch.object(contributions, "_has_bf16_units", return_value=True)
             )
             stack.enter_context(
-                mock.patch.object(accumulators, "has_fp32_products_of_bf16", return_value=True)
+                mock.patch.object(totals, "has_fp32_products_of_bf16", return_value=True)
             )
         yield draw

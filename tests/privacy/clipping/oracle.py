@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.functions import ClippingFunction
+from privacy.clipping.clip_factors import ClippingFunction
 
 
 def summed(

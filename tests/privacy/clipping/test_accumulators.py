@@ -11,25 +11,22 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import (
+from privacy.errors import PrivacyConfigError
+from privacy.gradients.per_example_gradients import Dense, OuterProducts, Rows
+from privacy.plan.releases import SENSITIVITY_SLACK
+from privacy.step.engine import even_layout
+from privacy.sums.grid import (
     EXAMPLES_PER_PART,
     EXAMPLES_PER_SUM,
     LARGEST_SPLIT,
     MOST_CANCELLED,
     Grid,
-    LocalSums,
-    Slot,
-    Total,
     Unit,
-    add_together,
-    real,
 )
-from privacy.clipping.contributions import Dense, OuterProducts, Rows
-from privacy.errors import PrivacyConfigError
-from privacy.plan.releases import SENSITIVITY_SLACK
-from privacy.step.engine import even_layout
-from privacy.step.reduction import reduce_to_owners
-from privacy.step.sharded_sums import ShardedSums
+from privacy.sums.local import LocalSums
+from privacy.sums.reduction import reduce_to_owners
+from privacy.sums.sharded import ShardedSums
+from privacy.sums.totals import Slot, Total, add_together, real
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping.neighbours import Product
 from trainer.run.memory_estimate import MemoryTimeline

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum, accumulators, contributions
-from privacy.clipping.contributions import OuterProducts
+from privacy.clipping import ClippedSum
+from privacy.gradients import per_example_gradients as contributions
+from privacy.gradients.per_example_gradients import OuterProducts
 from privacy.plan.releases import SENSITIVITY_SLACK
+from privacy.sums import totals
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product
 from tests.privacy.clipping.test_rules import IDS, LAYERS, B, Make, case, randomised
@@ -149,7 +151,7 @@ def test_products_in_fp32_and_their_fall_back_give_one_sum(
         total = ClippedSum(model, C, self_check=False)
         with monkeypatch.context() as patch:
             if is_there:
-                for module in (accumulators, contributions):
+                for module in (totals, contributions):
                     patch.setattr(module, "has_fp32_products_of_bf16", lambda device: True)
                 for name in ("mm", "bmm", "addmm"):
                     patch.setattr(torch, name, with_out_dtype(getattr(torch, name), forms))

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping import ClippedSum
-from privacy.clipping.certified_sum import CertifiedSum
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.contributions import Contribution, Dense, OuterProducts, Rows
 from privacy.clipping.norms import NormTally
-from privacy.lattice import Lattice
+from privacy.gradients.per_example_gradients import Contribution, Dense, OuterProducts, Rows
+from privacy.plan.lattice import Lattice
 from tests.privacy.clipping import oracle
 
 

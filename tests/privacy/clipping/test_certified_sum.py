@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from privacy.clipping import certified_sum
-from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.functions import FUNCTIONS, ClippingFunction
+from privacy.certified import certified_sum
+from privacy.certified.certified_sum import CertifiedSum
+from privacy.clipping.clip_factors import FUNCTIONS, ClippingFunction
 from privacy.errors import PrivacyConfigError
-from privacy.lattice import Lattice
+from privacy.plan.lattice import Lattice
 from tests.distributed.test_engines import pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_oracle import tiny

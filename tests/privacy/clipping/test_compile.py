@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from models.config import VitConfig
 from models.vit import EncoderBlock
 from privacy.clipping import ClippedSum
-from privacy.clipping.compiled import CompiledTap, compiled_weights
 from privacy.errors import PrivacyConfigError
+from privacy.gradients.compiled import CompiledTap, compiled_weights
 from tests.distributed.test_engines import double, pairs, tiny_captioner
 from tests.privacy.clipping import oracle
 from trainer.config.machine import load_machine_settings

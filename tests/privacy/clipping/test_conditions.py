@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privacy.clipping.conditions import MOST_IDS, Ids
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.guards.conditions import MOST_IDS, Ids
+from privacy.guards.selfcheck import check_against_autograd
 from privacy.loop import floats, integers
 from privacy.loop.fields import Example
 

@@ -1,7 +1,8 @@
 """The fallback: modules that no rule follows are exact as a whole, and each condition has a case that breaks it.
 
-Conditions are those of `privacy/clipping/fallback.py`. Models map (B, T, D), with T = B in some micro-batches: nothing is told by
-its size. Parameters that a forward reads itself come as copies (raw.py) or by the fallback.
+Conditions are those of `privacy/gradients/fallback.py`. Models map (B, T, D), with T = B in some micro-batches:
+nothing is told by its size. Parameters that a forward reads itself come as copies (raw_parameters.py) or by the
+fallback.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-import privacy.clipping.fallback as fallback
+import privacy.gradients.fallback as fallback
+from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping import ClippedSum
-from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.fallback import plan_of
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
-from privacy.lattice import Lattice
+from privacy.gradients.fallback import plan_of
+from privacy.guards.selfcheck import check_against_autograd
+from privacy.plan.lattice import Lattice
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_wirings import D, Piece, T, freeze_idle, require_exact
@@ -225,7 +226,7 @@ def test_what_no_rule_follows_is_exact(name: str, mode: str) -> None:
     torch.manual_seed(0)
     model = EXACT[name]()
     is_exact(model, mode)
-    by_copies = name in ("writes inside", "called twice")  # of the matrix (raw.py)
+    by_copies = name in ("writes inside", "called twice")  # of the matrix (raw_parameters.py)
     covering = set() if by_copies else {"" if name == "own input written to" else "inner"}
     assert {*plan_of(model).covers.values()} == covering or "encoder" in name
 

@@ -12,13 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum, contributions, fused
-from privacy.clipping.accumulators import Grid, Total
+from privacy.arithmetic import fused
+from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import needs_blanking
-from privacy.clipping.contributions import OuterProducts, blanked
 from privacy.clipping.norms import rounding
-from privacy.clipping.rules import _layer_norm, _rms_norm
+from privacy.gradients import per_example_gradients as contributions
+from privacy.gradients.per_example_gradients import OuterProducts, blanked
+from privacy.gradients.rules import _layer_norm, _rms_norm
 from privacy.plan.releases import SENSITIVITY_SLACK
+from privacy.sums.grid import Grid
+from privacy.sums.totals import Total
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product
 from tests.privacy.clipping.test_sensitivity import cancelling, change

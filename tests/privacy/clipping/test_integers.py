@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from privacy.clipping import integers
-from privacy.clipping.integers import SquaredNorms, add_contributions, round_to_even
+from privacy.certified import integers
+from privacy.certified.integers import SquaredNorms, add_contributions, round_to_even
 from privacy.errors import PrivacyConfigError
-from privacy.lattice import LARGEST_SUM, NOISE_ROOM, Lattice
-from privacy.rounded_normal import deviation_in_units
+from privacy.noise.rounded_normal import deviation_in_units
+from privacy.plan.lattice import LARGEST_SUM, NOISE_ROOM, Lattice
 
 CPU = torch.device("cpu")
 INT32 = st.integers(-(2**31), 2**31 - 1)

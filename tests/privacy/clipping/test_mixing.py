@@ -30,12 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping import ClippedSum
-from privacy.clipping.certified_sum import CertifiedSum
-from privacy.clipping.checked import COPIED, DEPTH, require_apart
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
-from privacy.lattice import Lattice
+from privacy.gradients.module_state import COPIED
+from privacy.guards.holders import DEPTH
+from privacy.guards.neighbours import require_apart
+from privacy.guards.selfcheck import check_against_autograd
+from privacy.plan.lattice import Lattice
 
 D, T, V, LONG = 6, 5, 24, 3000
 STRENGTHS = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.functions import ClippingFunction, automatic, flat, grouped, per_layer
+from privacy.clipping.clip_factors import ClippingFunction, automatic, flat, grouped, per_layer
 from privacy.errors import PrivacyConfigError
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle

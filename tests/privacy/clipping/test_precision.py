@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privacy.clipping import ClippedSum, precision
-from privacy.clipping.contributions import OuterProducts
+from privacy.arithmetic import precision
+from privacy.arithmetic.precision import exact, has_fp32_products_of_bf16, require_exact_products
+from privacy.clipping import ClippedSum
 from privacy.clipping.norms import NormTally
-from privacy.clipping.precision import exact, has_fp32_products_of_bf16, require_exact_products
 from privacy.errors import PrivacyConfigError
+from privacy.gradients.per_example_gradients import OuterProducts
 
 CPU = torch.device("cpu")
 

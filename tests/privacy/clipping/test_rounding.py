@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.accumulators import LocalSums
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.limits import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.plan.releases import SENSITIVITY_SLACK
-from privacy.step.sharded_sums import ShardedSums
+from privacy.sums.local import LocalSums
+from privacy.sums.sharded import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import neighbours, oracle
 from tests.privacy.clipping.neighbours import (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.rules import RULES
 from privacy.errors import PrivacyConfigError
+from privacy.gradients.rules import RULES
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product

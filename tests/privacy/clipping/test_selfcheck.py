@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum, accumulators, recorder, selfcheck
-from privacy.clipping.contributions import Contribution, Dense, OuterProducts
+from privacy.clipping import ClippedSum
 from privacy.clipping.norms import NormTally
-from privacy.clipping.rules import RULES
-from privacy.clipping.selfcheck import check_against_autograd, check_at_size
 from privacy.errors import PrivacyConfigError
+from privacy.gradients import recorder
+from privacy.gradients.per_example_gradients import Contribution, Dense, OuterProducts
+from privacy.gradients.rules import RULES
+from privacy.guards import selfcheck
+from privacy.guards.selfcheck import check_against_autograd, check_at_size
+from privacy.sums import totals
 
 
 class Net(nn.Module):
@@ -587,27 +590,27 @@ def late_norms(patch: pytest.MonkeyPatch) -> None:
 
 def second_sum_alone(patch: pytest.MonkeyPatch) -> None:
     """What an fp32 sum beyond the first holds is lost."""
-    reduce = accumulators.functools.reduce
+    reduce = totals.functools.reduce
     patch.setattr(
-        accumulators.functools,
+        totals.functools,
         "reduce",
         lambda f, parts, *first: first[0] if first and [*parts] else reduce(f, parts, *first),
     )
 
 
 def later_micro_batches(
-    change: Callable[[accumulators.Total], object],
+    change: Callable[[totals.Total], object],
 ) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        add, seen = accumulators.Total.add, list[accumulators.Total]()
+        add, seen = totals.Total.add, list[totals.Total]()
 
-        def wrong(self: accumulators.Total, *args: Any) -> None:
+        def wrong(self: totals.Total, *args: Any) -> None:
             if any(total is self for total in seen):
                 change(self)
             seen.append(self)
             add(self, *args)
 
-        patch.setattr(accumulators.Total, "add", wrong)
+        patch.setattr(totals.Total, "add", wrong)
 
     return plant
 

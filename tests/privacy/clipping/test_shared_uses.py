@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.contributions import (
+from privacy.gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
     Dense,

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from models.captioner import build_captioner
 from models.config import captioner_config
 from models.vocabulary_head import VocabularyHead
-from privacy.clipping import ClippedSum, contributions
+from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import Mode
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.gradients import per_example_gradients as contributions
+from privacy.guards.selfcheck import check_against_autograd
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_sensitivity import change

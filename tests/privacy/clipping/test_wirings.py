@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.guards.selfcheck import check_against_autograd
 from tests.privacy.clipping import oracle
 
 D, T = 4, 4

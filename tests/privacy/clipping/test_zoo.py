@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
-from privacy.clipping.fallback import plan_of
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.gradients.fallback import plan_of
+from privacy.guards.selfcheck import check_against_autograd
 from tests.privacy.clipping import oracle
 
 hf = pytest.importorskip("transformers")

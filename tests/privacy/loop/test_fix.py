@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping.selfcheck import check_against_autograd
 from privacy.errors import PrivacyConfigError
+from privacy.guards.selfcheck import check_against_autograd
 from privacy.loop import fix, integers
 from privacy.loop.fields import Example, Unusable
 from tests.privacy.loop.own import D, K, make, quick, weights

@@ -22,7 +22,7 @@ from privacy.errors import BudgetSpent, ConfigError, PrivacyConfigError, Privacy
 from privacy.loop import PrivateLoop, floats, integers
 from privacy.loop.fields import Unusable
 from privacy.loop.reading import ItemNotRead, Losses, chance_of_label
-from privacy.noise import SystemNoise
+from privacy.noise.source import SystemNoise
 from tests.privacy.loop.own import (
     N,
     Rows,

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from privacy.boundary import Private
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
+from privacy.guards.fingerprints import fingerprint
 from privacy.loop import WeightAverage
 from privacy.loop.engine import OwnEngine
-from privacy.loop.weights import fingerprint
 from privacy.step.engine import GradShard
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows, weights
 from tests.self_check import trusted_models

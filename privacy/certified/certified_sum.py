@@ -1,7 +1,7 @@
 """The clipped sum of a logical batch in whole numbers: `privacy.arithmetic = "certified"`.
 
 Each example's gradient is written out in fp32, whatever the layers' rules prefer otherwise; its norm, in fp64, gives the clip
-factor; and privacy/clipping/integers.py makes integers of it whose norm is checked exactly and which are added up in int64. The
+factor; and privacy/certified/integers.py makes integers of it whose norm is checked exactly and which are added up in int64. The
 whole gradient of an example is kept as integers until its norm is known, so what is checked is what is summed.
 
 A micro-batch is worked off in parts of equal size, as many examples as WRITTEN_BYTES hold, each part with a forward and a
@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..arithmetic.precision import exact
+from ..clipping.clip_factors import ClippingFunction, flat
+from ..clipping.clipped_sum import ClippedSum, Parts
+from ..clipping.norms import MicroBatchStats
 from ..errors import PrivacyConfigError
-from ..lattice import Lattice
-from .accumulators import EXAMPLES_PER_PART, Grid, LocalSums, MakeAccumulator
-from .checked import NotTaken, must_take
-from .clipped_sum import ClippedSum, Parts
-from .contributions import in_full
-from .functions import ClippingFunction, flat
+from ..gradients.per_example_gradients import in_full
+from ..gradients.recorder import Task
+from ..guards.neighbours import NotTaken, must_take
+from ..plan.lattice import Lattice
+from ..sums.grid import EXAMPLES_PER_PART, Grid
+from ..sums.local import LocalSums, MakeAccumulator
 from .integers import SquaredNorms, add_contributions, round_to_even
-from .norms import MicroBatchStats
-from .precision import exact
-from .recorder import Task
 
 WRITTEN_BYTES = 1 << 32
 """Written-out gradients of one part of a micro-batch; one example's at least."""
@@ -35,7 +36,7 @@ class CertifiedSum(ClippedSum):
     """`ClippedSum` in whole numbers: `sums()` are int64 multiples of 2^-lattice.exponent.
 
     Guarantee: zeroing one example out changes the sum, as an L2 norm over all parameters, by at most `sensitivity` = C,
-    exactly: a theorem about integers (privacy/clipping/integers.py), where the vectors of the other examples stay what they
+    exactly: a theorem about integers (privacy/certified/integers.py), where the vectors of the other examples stay what they
     were (module docstring). With that hypothesis leaving it out and closing the rows up does the same.
 
     Args:

@@ -1,7 +1,7 @@
 """The lattice of certified arithmetic: which multiples of 2^-f stand for a run's contributions, sums and noise. Without torch.
 
 **No overflow in the sum.** f is chosen so that (cap + NOISE_ROOM sigma + 1) C 2^f <= 2^62. An entry of a contribution is at most
-C 2^f (privacy/clipping/integers.py), hence an entry of the sum of `cap` examples, or of any part of it on any rank, at most
+C 2^f (privacy/certified/integers.py), hence an entry of the sum of `cap` examples, or of any part of it on any rank, at most
 cap C 2^f. What the noise adds passes NOISE_ROOM standard deviations with a probability below 10^-880. (An overflow would wrap
 around, which is a function of the exact result: it would spoil the update and cost no privacy.) f depends on C, cap and sigma,
 and on nothing else: neither on the world nor on the data. (Where sigma is above 10^5 it is smaller, for the sampler's range.)
@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .errors import PrivacyConfigError
-from .rounded_normal import MOST_DEVIATION
+from ..errors import PrivacyConfigError
+from .limits import MOST_DEVIATION
 
 NOISE_ROOM = 64
 """Standard deviations of noise for which the sum has room."""

@@ -24,9 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..clipping.accumulators import Accumulator, Grid, Slot, Total, Unit
-from . import collectives
-from .engine import GradShard, Piece, ShardLayout, runs, split
+from ..step import collectives
+from ..step.engine import GradShard, Piece, ShardLayout, runs, split
+from .grid import Grid, Unit
+from .local import Accumulator
+from .totals import Slot, Total
 
 BUCKET_COORDINATES = 1 << 24
 """Coordinates of a bucket, at least one parameter: 128 MiB of fp64."""
@@ -53,7 +55,7 @@ class _Bucket:
 
 
 class ShardedSums(Accumulator):
-    """See the module docstring, and `privacy.clipping.accumulators.Accumulator` for the methods."""
+    """See the module docstring, and `privacy.sums.local.Accumulator` for the methods."""
 
     leaves_process = True
 

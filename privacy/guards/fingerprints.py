@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..clipping.sharded import is_dtensor, is_unit, put_away, units
 from ..errors import PrivacyConfigError
+from ..gradients.sharded import is_dtensor, is_unit, put_away, units
 from ..step import collectives
 from ..step.row_shards import own_rows
 

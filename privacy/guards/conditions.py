@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from .checked import LARGE, Change, Inputs, NotTaken, Task, compare_losses, in_rows, losses_of
+from ..gradients.recorder import Task
+from .neighbours import LARGE, Change, Inputs, NotTaken, compare_losses, in_rows, losses_of
 
 HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
 """Larger than LARGE: with a square that fits into float32, with a sum that does, and nothing that is finite there is larger."""

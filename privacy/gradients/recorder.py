@@ -9,9 +9,9 @@ what root does not need.)
 The tap keeps the layer's input as autograd keeps its own tensors, so under non-reentrant activation checkpointing it is
 recomputed with the rest; a tap that only the recomputation makes is never run backward and reports nothing.
 
-A raw parameter is shadowed, for the time of its owner's forward, by one tapped copy per example or by a table (raw.py): an entry
-in the instance's `__dict__` goes before the module's parameters in attribute lookup. The output of a layer that is called once
-for all examples (position ids of shape (1, T)) is one copy per example too.
+A raw parameter is shadowed, for the time of its owner's forward, by one tapped copy per example or by a table
+(raw_parameters.py): an entry in the instance's `__dict__` goes before the module's parameters in attribute lookup. The
+output of a layer that is called once for all examples (position ids of shape (1, T)) is one copy per example too.
 
 Under torch.compile's tracer a hook leaves an opaque operation in the graph that does the same (compiled.py).
 """
@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
+from ..arithmetic.precision import exact, wide
 from ..errors import PrivacyConfigError
+from ..sums.grid import SHORT
 from . import compiled
-from .accumulators import SHORT
-from .contributions import Contribution, Dense, OuterProducts, Rows, owned
 from .coverage import mixing_reason, reason_without_rule, refusal, rule_of
 from .fallback import Claim, Replay, Uncovered, form_of, mapped, numbered, tensors_of
-from .precision import exact, wide
-from .raw import Table, copies, is_table
+from .per_example_gradients import Contribution, Dense, OuterProducts, Rows, owned
+from .raw_parameters import Table, copies, is_table
 from .rules import KEEPS, RULES, tokens
 
 Task = Callable[..., Tensor]

@@ -3,7 +3,7 @@
 With local accumulation (the default) this is one reduction per logical batch: each rank packs its sums in the order of the
 owners' buffers, and a reduce-scatter gives every owner the total of just its coordinates. All of it goes chunk by chunk, in
 whole numbers, and a sum is freed once all of it is packed: so a rank that owns everything never holds sums and gradient both.
-With sharded accumulation the sums are complete already and only move to the owners (`sharded_sums.py`).
+With sharded accumulation the sums are complete already and only move to the owners (`sharded.py`).
 """
 
 import itertools
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ..clipping import ClippedSum
-from ..clipping.accumulators import LocalSums, Total
 from ..errors import PrivacyStateRefused
-from . import collectives
-from .allocator import give_back_freed_memory
-from .engine import GradShard, ShardLayout, parts_within
-from .sharded_sums import ShardedSums
+from ..step import collectives
+from ..step.allocator import give_back_freed_memory
+from ..step.engine import GradShard, ShardLayout, parts_within
+from .local import LocalSums
+from .sharded import ShardedSums
+from .totals import Total
 
 PACKED_COORDINATES = 1 << 24
 """Size of the packing buffer over all ranks: 128 MiB."""

@@ -19,7 +19,7 @@ may be a thousand times as large. Three things find that at any size:
   one has left it. So what a forward keeps of one call shows in another; what it gathers for much later ones is looked for.
 
 What clipping does besides, with many rows, with micro-batches one after the other, in the dtype and the mode of the run and
-under a compiler, is compared with single examples too (`check_at_size`); checked.py tries losses in every new shape.
+under a compiler, is compared with single examples too (`check_at_size`); unchanged.py tries losses in every new shape.
 
 The check must not pass for lack of a gradient. Examples must differ, weights near zero (new heads, adapters, layer scales)
 are replaced by random ones meanwhile, and a parameter without any gradient is refused by name.
@@ -39,35 +39,30 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..arithmetic.precision import exact
+from ..clipping.clip_factors import ClippingFunction
+from ..clipping.clipped_sum import ClippedSum, Mode
 from ..errors import PrivacyConfigError
-from .accumulators import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
-from .checked import (
-    PASSED,
+from ..gradients.compiled import compiled_weights
+from ..gradients.coverage import rule_of
+from ..gradients.fallback import Fallback, Places, Uncovered, places_of, plan_of
+from ..gradients.raw_parameters import layouts
+from ..gradients.recorder import Task, plain_words
+from ..gradients.sharded import put_away, whole
+from ..sums.grid import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
+from .conditions import NO_IDS, require_padding, require_unconditional, returning, tables_of
+from .holders import require_nothing_gathered, untouched
+from .neighbours import (
     Inputs,
     NotTaken,
-    Passed,
-    Task,
     among_neighbours,
-    changes,
     compare_losses,
     in_rows,
     must_take,
     nothing_is_small,
-    require_nothing_gathered,
     shortened,
-    structure,
-    untouched,
 )
-from .clipped_sum import ClippedSum, Mode
-from .compiled import compiled_weights
-from .conditions import NO_IDS, require_padding, require_unconditional, returning, tables_of
-from .coverage import rule_of
-from .fallback import Fallback, Places, Uncovered, places_of, plan_of
-from .functions import ClippingFunction
-from .precision import exact
-from .raw import layouts
-from .recorder import plain_words
-from .sharded import put_away, whole
+from .unchanged import PASSED, Passed, changes, structure
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-10}
 """Relative difference of a parameter's gradient, by the narrowest dtype that the forward computes in."""

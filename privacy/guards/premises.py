@@ -3,13 +3,13 @@
 Theorem. T releases of a run cost at most what its `ReleaseGroup` says: T Poisson-subsampled
 Gaussians of rate q, cap K and noise multiplier s, if these premises hold.
 
-* One example moves a sum by at most C (1 + r) (privacy/clipping/accumulators.py): C is finite; an
+* One example moves a sum by at most C (1 + r) (privacy/sums/grid.py): C is finite; an
   fp32 sum of n examples rounds by n^2 u C <= r C / 4, with products that are those of fp32; d
   coordinates round to steps h with sqrt(d) h <= 2^-13 C; and no sum leaves its layout or 62 bits,
   whatever rank adds it. (Certified arithmetic has r = 0: nothing rounds beside its integers.)
 * Each coordinate of a sum gets noise once (contract 7): owners cover each coordinate exactly once,
   all ranks mean the same step, and the deviation is at most the 2^50 steps that are drawn exactly
-  (privacy/rounded_normal.py).
+  (privacy/noise/rounded_normal.py).
 * The noise is what is charged: the releases of a step, as they are drawn, are together one Gaussian
   of noise multiplier sigma (Dong, Roth and Su 2019, corollary 3.3), so that the deviation of a sum
   is at least sigma C; and s (1 + r) <= sigma.
@@ -33,21 +33,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .accounting.accountants import ReleaseGroup
-from .clipping.accumulators import LARGEST_INT64, LARGEST_SPLIT, Slot, Unit
-from .clipping.precision import require_exact_products, wide_dtype
-from .errors import PrivacyConfigError
-from .plan.releases import SENSITIVITY_SLACK, Release
-from .rounded_normal import MOST_DEVIATION, deviation_in_units
-from .sampling.poisson import PoissonSampler
-from .sampling.sampler import sampler_of
-from .step import collectives
-from .step.batches import most_micro_batches
+from ..accounting.accountants import ReleaseGroup
+from ..arithmetic.precision import require_exact_products, wide_dtype
+from ..errors import PrivacyConfigError
+from ..noise.rounded_normal import deviation_in_units
+from ..plan.limits import MOST_DEVIATION
+from ..plan.releases import SENSITIVITY_SLACK, Release
+from ..sampling.poisson import PoissonSampler
+from ..sampling.sampler import sampler_of
+from ..step import collectives
+from ..step.batches import most_micro_batches
+from ..sums.grid import LARGEST_INT64, LARGEST_SPLIT, Unit
+from ..sums.totals import Slot
 
 if TYPE_CHECKING:
-    from .clipping import ClippedSum
-    from .plan.numbers import PrivacyPlan
-    from .step.engine import Engine
+    from ..clipping import ClippedSum
+    from ..plan.numbers import PrivacyPlan
+    from ..step.engine import Engine
 
 ROUNDED_TWICE = 1 + Fraction(1, 2**50)
 """What a product or quotient of doubles may be off by."""

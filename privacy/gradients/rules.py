@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arithmetic.fused import fused
+from ..arithmetic.precision import wide
 from ..errors import PrivacyConfigError
-from .contributions import (
+from .per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
     Dense,
@@ -26,8 +28,6 @@ from .contributions import (
     gram,
     sum_over_tokens,
 )
-from .fused import fused
-from .precision import wide
 
 Rule = Callable[..., dict[str, Contribution]]
 """`function(module, x, g)`, and one more argument for each tensor of a `Keep`."""

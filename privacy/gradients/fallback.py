@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import PrivacyConfigError
-from .checked import put_back
+from .module_state import put_back
 
 CHUNK_BYTES = 1 << 28
 """Gradients, inputs and outputs of the examples that are replayed together; what a forward keeps inside comes on top."""

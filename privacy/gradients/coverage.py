@@ -1,9 +1,9 @@
 """Who clips which parameter: every trainable one is claimed by exactly one rule, or training refuses to start (contract 3).
 
 Four ways to be claimed: the module that owns the parameter has a rule for its type; or the parameter is a raw one that the
-module's forward reads, and then raw.py gives every example a copy; or, for a parameter that several modules share, all of its
-owners have a claim, and their contributions add up; or the self-check has given it to a module around it, which is
-differentiated per example as a whole (fallback.py).
+module's forward reads, and then raw_parameters.py gives every example a copy; or, for a parameter that several modules
+share, all of its owners have a claim, and their contributions add up; or the self-check has given it to a module around
+it, which is differentiated per example as a whole (fallback.py).
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import PrivacyConfigError
 from .fallback import Claim, Uncovered, plan_of
-from .raw import is_copied, is_table
+from .raw_parameters import is_copied, is_table
 from .rules import RULES, register_lazily
 from .sharded import is_dtensor, kind_of
 

@@ -30,8 +30,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-MOST_DEVIATION = 2.0**50
-"""In units of what is drawn: beyond it 64 bits of T would often not tell the integer."""
+from ..plan.limits import MOST_DEVIATION
+
 REJECTED, UNDECIDED = -1, -2
 """What `decide` says when there is no integer (yet)."""
 _PIECE = 1 << 14

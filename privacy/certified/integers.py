@@ -20,7 +20,7 @@ hands its carry to the high limb, and a high limb above 2^40 becomes 2^40: it st
 is below 2^64, so its own high limb is below 2^32 and such a norm counts as too long. So no intermediate value reaches 2^63, for
 any number of coordinates.
 
-That sums do not overflow follows from the choice of f: privacy/lattice.py.
+That sums do not overflow follows from the choice of f: privacy/plan/lattice.py.
 """
 
 import torch

@@ -63,7 +63,7 @@ class SystemNoise:
         return torch.from_numpy(drawn).to(device)
 
     def uniform_words(self, count: int) -> np.ndarray:
-        """See `privacy.rounded_normal.WordSource`."""
+        """See `privacy.noise.rounded_normal.WordSource`."""
         return np.frombuffer(_aes_stream().update(bytes(8 * count)), dtype="<u8")
 
 
@@ -83,11 +83,11 @@ def _aes_stream() -> CipherContext:
 def add_noise(values: Tensor, deviation: float, source: NoiseSource) -> None:
     """values += round(N(0, deviation^2)) on each coordinate, in whole numbers.
 
-    Sums stay below 2^62 (`privacy.clipping.accumulators.Grid`) and noise below 2^56, so nothing leaves int64.
+    Sums stay below 2^62 (`privacy.sums.grid.Grid`) and noise below 2^56, so nothing leaves int64.
 
     Args:
         values: int64, a shard of the reduced clipped sum that this process alone owns, in units of its step.
-        deviation: in the same unit (`privacy.rounded_normal.deviation_in_units`); positive, since sums
+        deviation: in the same unit (`privacy.noise.rounded_normal.deviation_in_units`); positive, since sums
             without noise have no step.
 
     Raises:
