@@ -24,7 +24,6 @@ from ..gradients.module_state import (
     PLAIN,
     STREAMS,
     Path,
-    Task,
     attributes_of,
     class_containers,
     entries_of,
@@ -37,6 +36,7 @@ from ..gradients.module_state import (
     stream_content,
     writes_to,
 )
+from ..gradients.recorder import Task
 from .neighbours import Inputs, must_take
 
 DEPTH = 6
