@@ -1,6 +1,12 @@
-"""Flat per-example clipping by book-keeping: one forward, one backward for activations, no weight gradient twice."""
+"""Flat per-example clipping, without a weight gradient that is thrown away."""
 
+from collections.abc import Mapping
+
+from .clip_factors import MicroBatchStats
 from .clipped_sum import ClippedSum
-from .norms import MicroBatchStats
+from .two_passes import TwoPassSum
 
-__all__ = ["ClippedSum", "MicroBatchStats"]
+SUMS: Mapping[str, type[ClippedSum]] = {cls.mode: cls for cls in (ClippedSum, TwoPassSum)}
+"""The sums by the recipe's `privacy.clipping_mode`."""
+
+__all__ = ["SUMS", "ClippedSum", "MicroBatchStats", "TwoPassSum"]

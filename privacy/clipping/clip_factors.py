@@ -1,14 +1,16 @@
-"""Clipping functions: how a per-example norm becomes a factor, and over which parameters the norm is taken.
+"""Clip factors: how per-example norms become factors, and over which parameters a norm is taken.
 
-Each reports its own sensitivity, by which the noise is scaled. It must be C: ledger and verify.py accept no other.
+Each clipping function reports its own sensitivity, by which the noise is scaled. It must be C: ledger and verify.py accept
+no other.
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..plan.options import OPTIONS, Clipping
@@ -70,3 +72,60 @@ FUNCTIONS = {
 flat, automatic, per_layer, grouped = (
     FUNCTIONS[name] for name in ("flat", "automatic", "per_layer", "grouped")
 )
+
+
+class MicroBatchStats(NamedTuple):
+    """Scalars on the device, computed from private data without noise: they may only go to `private/`."""
+
+    loss_sum: Tensor
+    num_examples: Tensor
+    num_clipped: Tensor
+    num_nonfinite: Tensor
+    norm_sum: Tensor
+    num_cancelled: Tensor
+    """Examples whose own tokens cancel, so that they contribute less than the clipping function says (norms.py)."""
+
+
+class Factors(NamedTuple):
+    """Clip factors of one micro-batch, by group of parameters.
+
+    Attributes:
+        blank_B: rows to be zeroed before they are summed.
+        is_cancelled_B: rows with smaller factors than their norms ask for.
+    """
+
+    norms: list[Tensor]
+    weights: list[Tensor]
+    is_finite_B: Tensor
+    blank_B: Tensor | None
+    is_cancelled_B: Tensor
+
+    def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
+        counted_B = ~is_padding_B & self.is_finite_B
+        norm_B = torch.linalg.vector_norm(torch.stack(self.norms), dim=0)
+        is_clipped_B = (torch.stack(self.weights) < 1).any(0)
+        return MicroBatchStats(
+            loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
+            num_examples=(~is_padding_B).sum(),
+            num_clipped=(counted_B & is_clipped_B).sum(),
+            num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
+            norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
+            num_cancelled=(counted_B & self.is_cancelled_B).sum(),
+        )
+
+
+def factors_of(
+    function: ClippingFunction, norms: Sequence[Tensor], loss_B: Tensor, is_padding_B: Tensor
+) -> Factors:
+    """Returns the factors of a micro-batch: zero for padding, and where a norm or a loss is not finite.
+
+    Args:
+        norms: (B,) of each group of parameters, safe to divide by.
+    """
+    is_finite_B = torch.stack(list(norms)).isfinite().all(0) & loss_B.isfinite()
+    excluded_B = is_padding_B | ~is_finite_B
+    weights = [
+        function.weight(norm_B, bound).masked_fill(excluded_B, 0)
+        for norm_B, bound in zip(norms, function.bounds, strict=True)
+    ]
+    return Factors([*norms], weights, is_finite_B, None, torch.zeros_like(excluded_B))

@@ -2,19 +2,13 @@
 
     sum_i  c_i g_i,     c_i = min(1, C / |g_i|),     |g_i| over all trainable parameters together (flat clipping)
 
+after Abadi et al. 2016 (arXiv 1607.00133), by book-keeping (Bu et al. 2022, arXiv 2210.00038): one forward, one backward for
+activation gradients, then norms and weighted sums from the inputs and output gradients that all layers kept. No weight gradient
+is thrown away. `two_passes.py` gives the same sum in less memory.
+
 Where tokens of an example cancel, c_i is smaller: at most 32 C / S_i, S_i being the norm that its gradient would have if no two
 tokens cancelled (norms.py). Such an example contributes less than min(|g_i|, C), and `MicroBatchStats.num_cancelled` counts it.
 Parameters of few numbers are written out for every example, which costs memory and no accuracy: their tokens do not count in S_i.
-
-after Abadi et al. 2016 (arXiv 1607.00133), without any weight gradient that is thrown away. Two modes give the same sum:
-
-* `bookkeeping` (Bu et al. 2022, arXiv 2210.00038): one forward, one backward for activation gradients, then norms and
-  weighted sums from the inputs and output gradients that all layers kept.
-* `two_pass`: a backward for the norms, a second one for the weighted sums; each layer's tensors are used and freed as soon
-  as its gradient is known, so activation checkpointing keeps its memory benefit. Both go through the graph of one forward,
-  except where weights are sharded (gathered for one backward only) or compiled: there each has a forward of its own. The
-  second must repeat the first to the last bit, or the norm that divides is not that of what is summed: see
-  `check_repeatable`.
 
 The sums gather in an accumulator: by default in this process, without communication (privacy/sums/).
 """
@@ -22,18 +16,16 @@ The sums gather in an accumulator: by default in this process, without communica
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.precision import exact, require_exact_products, wide, wide_dtype
+from ..arithmetic.precision import exact, require_exact_products, wide_dtype
 from ..errors import PrivacyConfigError
 from ..gradients.compiled import compiled_weights
 from ..gradients.coverage import claims
-from ..gradients.fallback import Uncovered, plan_of
 from ..gradients.module_state import writes_to
 from ..gradients.per_example_gradients import (
     ChunkedOuterProducts,
@@ -44,15 +36,14 @@ from ..gradients.per_example_gradients import (
     without,
 )
 from ..gradients.recorder import Call, Forward, Recorder, Task
-from ..guards.unchanged import require_passed, trained
 from ..noise.rounded_normal import deviation_in_units
 from ..plan.limits import MOST_DEVIATION, SMALLEST_BOUND
 from ..plan.releases import Release, release_of_step
 from ..sums.grid import EXAMPLES_PER_PART, Grid
 from ..sums.local import LocalSums, MakeAccumulator
-from ..sums.totals import Slot, Total, add_together, blocks
-from .clip_factors import ClippingFunction, flat
-from .norms import Factors, MicroBatchStats, NormTally
+from ..sums.totals import Slot, Total, blocks
+from .clip_factors import ClippingFunction, Factors, MicroBatchStats, factors_of, flat
+from .norms import NormTally
 
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
@@ -62,6 +53,10 @@ which takes no time that can be measured on a model of 132,756 parameters; four 
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
+Use = Callable[[str, Parts], None]
+"""Takes a parameter's name and its contributions."""
+Observe = Callable[[Call], None]
+"""Looks at a call of a layer as soon as its gradient is known."""
 Writes = list[tuple[str, Tensor, int]]
 """(name, tensor, how often it had been written to)."""
 
@@ -78,8 +73,10 @@ class ClippedSum:
     Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all parameters, by at most
     `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
     and gradients whose norm overflows contribute zero. `sums/grid.py` and `norms.py` derive that, from one assumption
-    about the order of additions inside one matrix product. An example contributes min(|g|, C), or less where its own tokens
-    cancel (module docstring).
+    about the order of additions inside one matrix product.
+
+    It assumes that the loss of an example depends on that example alone, and that rules and fallback see its whole gradient.
+    `privacy/guards/` looks for models of which that is not true; nothing here does.
 
     Amplification by sampling also compares with a batch in which the example was not drawn. This guarantee covers that where
     the others then stand in the same rows. Training deals rows at random among a public number, at least the cap, which is as
@@ -87,25 +84,30 @@ class ClippedSum:
     without `deal` and closes rows up has the guarantee for x zeroed in its place only.
 
     Args:
-        model: every trainable parameter must be covered by a clipping rule.
+        model: every trainable parameter must be covered by a clipping rule, or by the fallback that the self-check has found.
         max_grad_norm: C, the L2 bound of one example's contribution; `inf` switches clipping off (tests, non-private runs).
         shapes: full parameter shapes by name, where the model holds them in shards.
-        mode: see the module docstring; may be set between micro-batches.
-        function: how a norm becomes a factor, and over which parameters; flat clipping with constant C by default.
+        function: how a norm becomes a factor, and over which parameters; flat clipping by default.
         accumulator: made from (shapes, grid, device); takes the sums.
         cap: the most examples of a logical batch on all ranks, and `rows`, padding included, on this one: sums then take 6 bytes
             a coordinate where that many fit, else 8. Without them there is room for a million.
         noise_multiplier: sigma. 0 is without noise: sums are then fp64, and keep gradients far below C. They are whole multiples
             of a step otherwise, which is coarser where sigma is in the thousands.
         device: where the model computes, if its parameters wait elsewhere.
-        self_check: a micro-batch is refused until `selfcheck.check_against_autograd` has passed on this model, its task and
-            inputs of these kinds, and is as it was then; sizes and shapes are tried when they come (neighbours.py). False where a
-            copy has passed, as in the trainer.
 
     Raises:
         PrivacyConfigError: a parameter or layer cannot be clipped, and the message names it; or C
             outside SMALLEST_BOUND to NEVER_CLIPS; or matrix products are not exact on this device.
+
+    Attributes:
+        mode: the recipe's word for this class.
+        max_grad_norm: C.
+        device: where the model computes.
+        recorder: its hooks stand on the model.
+        grid: the step of the sums.
     """
+
+    mode: Mode = "bookkeeping"
 
     def __init__(
         self,
@@ -113,99 +115,44 @@ class ClippedSum:
         max_grad_norm: float,
         *,
         shapes: Mapping[str, torch.Size] | None = None,
-        mode: Mode = "bookkeeping",
         function: Callable[[list[str], float], ClippingFunction] = flat,
         accumulator: MakeAccumulator = LocalSums,
         cap: int | None = None,
         rows: int | None = None,
         noise_multiplier: float = 1.0,
         device: torch.device | None = None,
-        self_check: bool = True,
     ):
-        self._shapes = shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
-        self.mode = mode
-        self._to_be_checked, self._made_for = (model if self_check else None), trained(model)
-        self._model, self._at_rest = model, compiled_weights(model)
-        self._recorder: Recorder | None = None
-        self._recorded_by: object = None
-        try:
-            self._record()
-        except Uncovered:  # the fallback may do for what has no rule; the self-check finds out
-            if not self_check:
-                raise
+        require_bound(max_grad_norm)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        first = next(iter(parameters.values()))
-        wide = {wide_dtype(p.dtype): name for name, p in parameters.items()}
-        if len(wide) > 1:  # a product of fp64 layers may overflow a sum in fp32
-            raise PrivacyConfigError(
-                f"{' and '.join(sorted(wide.values()))} are of dtypes whose sums have different precision: train a model in "
-                "float64 as a whole, or none of it"
-            )
-        self._differs = torch.empty(0, dtype=torch.bool)
-        """() or (1,): whether a second pass of this logical batch differed from its first."""
-        self._keeps_graph = not self._at_rest and all(
-            type(p) is nn.Parameter
-            and (p.shape == shapes[name] if p.requires_grad else p.numel() > 0)
-            for name, p in model.named_parameters()
-        )
-        self._numel = {name: shapes[name].numel() for name in parameters}
-        # The smallest, as many as fit: shapes alone decide, never an example or how many there are.
-        by_size = sorted(self._numel, key=lambda name: (self._numel[name], name))
-        ends = itertools.accumulate(self._numel[name] for name in by_size)
-        self._small = {
-            name for name, end in zip(by_size, ends, strict=True) if end <= WRITTEN_ENTRIES
-        }
-        self._names, self._dtype, self._device = (
-            list(parameters),
-            wide_dtype(first.dtype),
-            device or first.device,
-        )
-        require_exact_products(self._device, self._dtype, (shapes[name] for name in parameters))
+        self.model, self.max_grad_norm = model, max_grad_norm
+        self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
+        self._numel = {name: self._shapes[name].numel() for name in parameters}
+        self.device = device or next(iter(parameters.values())).device
+        self.recorder = Recorder(claims(model, self._shapes), compiled_weights(model))
+        self._dtype = dtype_of_sums(parameters)
+        trained_shapes = {name: self._shapes[name] for name in parameters}
+        require_exact_products(self.device, self._dtype, trained_shapes.values())
+        self._small = smallest(self._numel, WRITTEN_ENTRIES)
         has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
         self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
-        self.accumulator = accumulator(
-            {name: shapes[name] for name in parameters}, self.grid, self._device
-        )
-        self._make_function = function
-        self._set_bound(max_grad_norm)
+        self.accumulator = accumulator(trained_shapes, self.grid, self.device)
+        self._function = function(list(parameters), self._clipped_to())
         self.zero_()
-
-    def _record(self) -> Recorder:
-        """The recorder, made anew where the self-check has given parameters to the fallback since."""
-        plan = plan_of(self._model)
-        made_for = dict(plan.covers), dict(plan.layouts)
-        if self._recorder is None or made_for != self._recorded_by:
-            self.detach()
-            self._recorder, self._recorded_by = (
-                Recorder(claims(self._model, self._shapes), self._at_rest),
-                made_for,
-            )
-        return self._recorder
 
     def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
         return Grid.of(
             sum(self._numel.values()), self._dtype, cap, rows, noise_multiplier=noise_multiplier
         )
 
+    def _clipped_to(self) -> float:
+        """The norm to which gradients are scaled."""
+        return self.max_grad_norm
+
     @property
     def exponent(self) -> int | None:
         """f of this logical batch, whose sums are whole multiples of 2^-f; None where they are fp64, for want of noise."""
         unit = self.accumulator.unit
         return None if unit is None else unit.exponent
-
-    @property
-    def max_grad_norm(self) -> float:
-        """C."""
-        return self._max_grad_norm
-
-    def _set_bound(self, value: float) -> None:
-        if not (SMALLEST_BOUND <= value <= NEVER_CLIPS or value == math.inf):
-            raise PrivacyConfigError(
-                f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
-                f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {value}"
-            )
-        self._max_grad_norm = value
-        self._function = self._make_function(self._names, value)
 
     @property
     def sensitivity(self) -> float:
@@ -241,31 +188,9 @@ class ClippedSum:
             )
         return release
 
-    def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
-        assert isinstance(self.accumulator, LocalSums)
-        self.require_repeated()
-        yield from self.accumulator.sums()
-
     def zero_(self) -> None:
         """Starts a new logical batch."""
-        self._differs = torch.empty(0, dtype=torch.bool)
         self.accumulator.zero_(self.grid.unit(self.sensitivity))
-
-    def require_repeated(self) -> None:
-        """Call it before anything of this logical batch is released; `sums` does.
-
-        Raises:
-            PrivacyConfigError: a second pass met other gradients than the first, so that something is clipped by a norm that
-                is not its own.
-        """
-        if len(self._differs) and bool(self._differs):
-            raise PrivacyConfigError(NOT_REPEATED)
-
-    def detach(self) -> None:
-        """Removes the hooks from the model."""
-        if self._recorder is not None:
-            self._recorder.remove()
 
     def add_micro_batch(
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
@@ -278,188 +203,102 @@ class ClippedSum:
             is_padding_B: bool; True rows contribute exactly zero.
 
         Raises:
-            PrivacyConfigError: the model has not passed the self-check; or a layer's call cannot be split by example.
+            PrivacyConfigError: a layer's call cannot be split by example.
         """
         if len(is_padding_B) == 0:
-            dtype = torch.float64 if self.mode == "certified" else self._dtype
-            nothing = torch.zeros(0, dtype=dtype, device=self._device)
-            factors = self._weighed(
-                [nothing for _ in self._function.bounds], nothing, nothing.bool()
-            )
-            return factors.stats(nothing, nothing.bool())
+            return self._stats_of_nothing()
         stats = []
-        for rows in blocks(len(is_padding_B), self.rows_at_once(len(is_padding_B))):
-            part = {name: x[rows] for name, x in inputs.items()}
-            if self._to_be_checked is not None:
-                with suppress(
-                    Uncovered
-                ):  # hooks first, since checks of a new shape put back all that they find
-                    self._record()
-                require_passed(
-                    self._to_be_checked, task, part, self._made_for, self.require_replays
-                )
-            with torch.no_grad():
+        with torch.no_grad():
+            for rows in self.parts(len(is_padding_B)):
+                part = {name: x[rows] for name, x in inputs.items()}
                 self.accumulator.start(rows.stop - rows.start)
-                in_passes = self._in_two_passes if self.mode == "two_pass" else self._in_one_pass
-                stats.append(in_passes(task, part, is_padding_B[rows]))
+                stats.append(self._add_part(task, part, is_padding_B[rows]))
                 self.accumulator.finish()
         return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*stats, strict=True)))
 
-    def rows_at_once(self, num_rows: int) -> int:
-        """Examples of a part: larger micro-batches are gone through in parts, which bounds their memory."""
-        return EXAMPLES_PER_PART
+    def parts(self, num_rows: int) -> Iterator[slice]:
+        """Yields the rows of each part: larger micro-batches are gone through in parts, which bounds their memory."""
+        return blocks(num_rows, EXAMPLES_PER_PART)
 
-    def require_replays(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
-        """What the fallback replays at this size are the outputs that the forward gave, chunks and their edges included.
+    def sums(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
+        assert isinstance(self.accumulator, LocalSums)
+        self.require_repeated()
+        yield from self.accumulator.sums()
 
-        Args:
-            inputs: made up, never private data.
+    def require_repeated(self) -> None:
+        """Refuses a batch in which what was computed twice differed; call it before anything of this batch is released.
+
+        Nothing is computed twice here.
 
         Raises:
-            PrivacyConfigError: they are not.
+            PrivacyConfigError: a second pass met other gradients than the first, so that something is clipped by a norm that
+                is not its own.
         """
-        recorder = self._record()
-        if plan_of(self._model).covers:
-            recorder.compares = True
-            try:
-                with (
-                    torch.no_grad(),
-                    recorder.forward(task, inputs, len(next(iter(inputs.values())))) as passed,
-                ):
-                    passed.backward(lambda call: None)
-            finally:
-                recorder.compares = False
 
     def check_repeatable(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
-        """What is computed twice must agree to the last bit (contract 6); call it before training.
+        """Requires that what is computed twice agrees to the last bit (contract 6); call it before training.
 
-        In `two_pass` that is the model's forward and backward. In bookkeeping these run once, and only gradients that are too
-        large to keep, of a vocabulary by chunks, are computed again from what was kept.
+        Here that is only the gradient of a vocabulary by chunks, which is too large to keep.
 
         Raises:
-            PrivacyConfigError: they differ: nondeterministic kernels, or dropout.
+            PrivacyConfigError: it differs: nondeterministic kernels.
         """
-        batch_size = len(next(iter(inputs.values())))
-        if self.mode == "two_pass":
-            with torch.no_grad(), closing(self._twice(task, inputs, batch_size)) as passes:
-                norms = [
-                    [tally.totals.squared_B for tally in self._tallies(passed)[0]]
-                    for passed in passes
-                ]
-            pairs: Iterator[tuple[Tensor, ...]] = zip(*norms, strict=True)
-        else:
-            kept: dict[str, Parts] = {}
-            with torch.no_grad(), self._record().forward(task, inputs, batch_size) as passed:
-                self._tallies(passed, kept)
-            chunked = [
-                x for parts in kept.values() for x in parts if isinstance(x, ChunkedOuterProducts)
-            ]
-            pairs = (
-                (a, b)
-                for x in chunked
-                for (_, a), (_, b) in zip(x.gradients(), x.gradients(), strict=True)
-            )
-        with torch.no_grad(), exact(self._device):
-            if not all(torch.equal(first, again) for first, again in pairs):
-                raise PrivacyConfigError(NOT_REPEATED)
+        kept: dict[str, Parts] = {}
+        with torch.no_grad(), self.recorder.forward(task, inputs, num_rows(inputs)) as passed:
+            self._tallies(passed, kept)
+        with torch.no_grad(), exact(self.device):
+            for part in itertools.chain.from_iterable(kept.values()):
+                if isinstance(part, ChunkedOuterProducts):
+                    first, second = (
+                        (gradient for _, gradient in part.gradients()) for _ in range(2)
+                    )
+                    require_equal(first, second)
 
-    def _in_one_pass(
+    def detach(self) -> None:
+        """Removes the hooks from the model."""
+        self.recorder.remove()
+
+    def _add_part(
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
     ) -> MicroBatchStats:
         kept: dict[str, Parts] = {}
-        with self._record().forward(task, inputs, len(is_padding_B)) as passed:
+        with self.recorder.forward(task, inputs, len(is_padding_B)) as passed:
             tallies, writes = self._tallies(passed, kept)
         require_unwritten(writes, "a backward of the model")
         del writes  # it holds all that is kept, which is freed one by one
         with exact(passed.loss_B.device):
             factors = self._factors(tallies, passed.loss_B, is_padding_B)
-            # (n,) fp64 of each short gradient, by one product for all that have one factor.
-            short: dict[str, Tensor] = {}
-            for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
-                names = [
-                    n
-                    for n, parts in kept.items()
-                    if self._function.group_of[n] == group and is_short(parts)
-                ]
-                if names:
-                    total = torch.zeros(
-                        tally.joined.grad_B.shape[1], dtype=torch.float64, device=self._device
-                    )
-                    without(tally.joined, factors.blank_B).add_weighted(
-                        weight_B, Slot(Total(total))
-                    )
-                    short |= zip(
-                        names, total.split([x.grad_B[0].numel() for x in tally.short]), strict=True
-                    )
-            if not self.leaves_process:  # else buckets are filled in their order
-                self._add_together(short, len(is_padding_B))
-                kept = {name: parts for name, parts in kept.items() if name not in short}
-            for name in list(
-                kept
-            ):  # the last layer first, as two_pass does; what has been summed makes room
-                if name in short:
-                    self._add_together({name: short.pop(name)}, len(is_padding_B))
-                else:
-                    self._accumulate(name, kept.pop(name), factors)
+            short = self._short_sums(kept, tallies, factors)
+            waiting = self.accumulator.add_short(short, len(is_padding_B))
+            # The last layer first, as two passes do it; what has been summed makes room.
+            for name in list(kept):
+                parts = kept.pop(name)
+                if name in waiting:
+                    self.accumulator.slot(name).total.add([waiting.pop(name)], len(is_padding_B))
+                elif name not in short:
+                    self._add_parameter(name, parts, factors)
+                self.accumulator.filled(name)
             return factors.stats(passed.loss_B, is_padding_B)
 
-    def _in_two_passes(
-        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
-    ) -> MicroBatchStats:
-        with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
-            first = next(passes)
-            marks: list[Tensor] = []
-            tallies, writes = self._tallies(first, marks=marks)
-            require_unwritten(writes, "a backward of the model")
-            with exact(first.loss_B.device):
-                factors = self._factors(tallies, first.loss_B, is_padding_B)
-            second = next(passes)
-            again: list[Tensor] = []
-            self._by_parameter(
-                second, lambda name, parts: self._accumulate(name, parts, factors), again
-            )
-        if len(marks) != len(again):
-            raise PrivacyConfigError(NOT_REPEATED)
-        # Of an excluded example nothing is summed; on CUDA its rows are zeroed where they stand, which the second backward reads.
-        is_summed_B = factors.is_finite_B
-        differ = [
-            ((before != after) & is_summed_B).any()
-            for before, after in zip(marks, again, strict=True)
-        ]
-        # It stays on the device, so that no micro-batch waits for it.
-        self._differs = torch.stack([*differ, *self._differs[:1]]).any().reshape(1)
-        return factors.stats(first.loss_B, is_padding_B)
-
-    def _twice(
-        self, task: Task, inputs: Mapping[str, Tensor], batch_size: int
-    ) -> Generator[Forward, None, None]:
-        """Yields two forwards to differentiate: the same one, whose graph is kept, or two where it cannot be kept."""
-        writes = [(name, tensor, writes_to(tensor)) for name, tensor in inputs.items()]
-        with self._record().forward(
-            task, inputs, batch_size, num_backwards=2 if self._keeps_graph else 1
-        ) as passed:
-            yield passed
-            if self._keeps_graph:
-                yield passed
-                return
-        require_unwritten(writes, "the forward of the model")
-        with self._record().forward(task, inputs, batch_size) as passed:
-            yield passed
+    def _stats_of_nothing(self) -> MicroBatchStats:
+        nothing = torch.zeros(0, dtype=self._dtype, device=self.device)
+        norms = [nothing for _ in self._function.bounds]
+        return factors_of(self._function, norms, nothing, nothing.bool()).stats(
+            nothing, nothing.bool()
+        )
 
     def _tallies(
-        self,
-        passed: Forward,
-        kept: dict[str, Parts] | None = None,
-        marks: list[Tensor] | None = None,
+        self, passed: Forward, kept: dict[str, Parts] | None = None, observe: Observe | None = None
     ) -> tuple[list[NormTally], Writes]:
-        """The norms of each group of parameters, by a backward, and how often what is kept had been written to by then.
+        """Runs a backward; returns the norms of each group of parameters, and how often what is kept had been written to.
 
         Args:
             kept: takes the contributions, if given.
-            marks: see `_by_parameter`.
+            observe: see `_by_parameter`.
         """
         tallies = [
-            NormTally(len(passed.loss_B), self._device, self._dtype) for _ in self._function.bounds
+            NormTally(len(passed.loss_B), self.device, self._dtype) for _ in self._function.bounds
         ]
         writes: Writes = []
 
@@ -467,28 +306,17 @@ class ClippedSum:
             if kept is not None:
                 kept[name] = parts
             if kept is not None or is_short(parts):  # the tally keeps those
-                tensors = [
-                    value
-                    for part in parts
-                    for value in vars(part).values()
-                    if isinstance(value, Tensor)
-                ]
-                writes.extend((name, tensor, writes_to(tensor)) for tensor in tensors)
+                writes.extend((name, x, writes_to(x)) for part in parts for x in tensors_in(part))
             tallies[self._function.group_of[name]].add(parts)
 
-        self._by_parameter(passed, add, marks)
+        self._by_parameter(passed, add, observe)
         return tallies, writes
 
-    def _by_parameter(
-        self, passed: Forward, use: Callable[[str, Parts], None], marks: list[Tensor] | None = None
-    ) -> None:
+    def _by_parameter(self, passed: Forward, use: Use, observe: Observe | None = None) -> None:
         """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
 
         That is usually the only one, and its tensors are still in the processor's caches. Gradients of small parameters are
         written out.
-
-        Args:
-            marks: takes the norm of every gradient that a layer reports, by which two backwards are compared; NaN reads as -1.
 
         Raises:
             PrivacyConfigError: a layer reports more gradients than it had calls: something differentiates through it twice.
@@ -498,17 +326,13 @@ class ClippedSum:
 
         def hand_over(name: str) -> None:
             parts = waiting.pop(name)
-            use(
-                name,
-                [in_full(parts, self._shapes[name])]
-                if name in self._small and may_cancel(parts)
-                else parts,
-            )
+            if name in self._small and may_cancel(parts):
+                parts = [in_full(parts, self._shapes[name])]
+            use(name, parts)
 
         def take(call: Call) -> None:
-            if marks is not None:
-                rows = call.output_gradient.reshape(len(call.output_gradient), -1)
-                marks.append(torch.linalg.vector_norm(wide(rows), dim=1).nan_to_num(nan=-1.0))
+            if observe is not None:
+                observe(call)
             for name, part in call.contributions():
                 reported[name] += 1
                 if reported[name] > passed.num_calls[name]:
@@ -522,39 +346,43 @@ class ClippedSum:
 
         passed.backward(take)
         with exact(passed.loss_B.device):
-            for name in list(
-                waiting
-            ):  # of which not every call has a gradient, because the loss does not depend on it
+            # Not every call of these has a gradient, because the loss does not depend on it.
+            for name in list(waiting):
                 hand_over(name)
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
-        factors = self._weighed([tally.safe_norm() for tally in tallies], loss_B, is_padding_B)
+        norms = [tally.safe_norm() for tally in tallies]
+        factors = factors_of(self._function, norms, loss_B, is_padding_B)
         is_longer_B = torch.stack(
-            [t.is_lengthened(norm_B) for t, norm_B in zip(tallies, factors.norms, strict=True)]
+            [tally.is_lengthened(norm_B) for tally, norm_B in zip(tallies, norms, strict=True)]
         )
         return factors._replace(
             blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None,
             is_cancelled_B=(is_longer_B & (torch.stack(factors.weights) < 1)).any(0),
         )
 
-    def _weighed(self, norms: list[Tensor], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
-        """From the norms of each group of parameters: zero for padding, and where a loss or norm is not finite."""
-        is_finite_B = torch.stack(norms).isfinite().all(0) & loss_B.isfinite()
-        excluded_B = is_padding_B | ~is_finite_B
-        weights = [
-            self._function.weight(norm_B, bound).masked_fill(excluded_B, 0)
-            for norm_B, bound in zip(norms, self._function.bounds, strict=True)
-        ]
-        return Factors(norms, weights, is_finite_B, None, torch.zeros_like(excluded_B))
+    def _short_sums(
+        self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors
+    ) -> dict[str, Tensor]:
+        """Returns the weighted sum, (n,) fp64, of each parameter of few numbers: one product for all that have one factor."""
+        sums: dict[str, Tensor] = {}
+        for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
+            names = [
+                name
+                for name, parts in kept.items()
+                if self._function.group_of[name] == group and is_short(parts)
+            ]
+            if not names:
+                continue
+            width = tally.joined.grad_B.shape[1]
+            total = torch.zeros(width, dtype=torch.float64, device=self.device)
+            without(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
+            sizes = [gradient.grad_B[0].numel() for gradient in tally.short]
+            sums |= zip(names, total.split(sizes), strict=True)
+        return sums
 
-    def _add_together(self, sums: Mapping[str, Tensor], num_examples: int) -> None:
-        if sums:
-            totals = [self.accumulator.slot(name).total for name in sums]
-            add_together(totals, list(sums.values()), num_examples)
-        for name in sums:
-            self.accumulator.filled(name)
-
-    def _accumulate(self, name: str, parts: Parts, factors: Factors) -> None:
+    def _add_parameter(self, name: str, parts: Parts, factors: Factors) -> None:
+        """Adds the weighted sum of a parameter's gradients to its total."""
         slot = self.accumulator.slot(name)
         # Calls share examples, so what they contribute is added up before it is rounded (sums/grid.py).
         into = slot if len(parts) == 1 else slot.of_uses()
@@ -563,7 +391,50 @@ class ClippedSum:
             without(part, factors.blank_B).add_weighted(weight_B, into)
         if into is not slot:
             slot.total.add([into.total.low], len(weight_B))
-        self.accumulator.filled(name)
+
+
+def require_bound(max_grad_norm: float) -> None:
+    """
+    Raises:
+        PrivacyConfigError: C is outside SMALLEST_BOUND to NEVER_CLIPS, and not infinite.
+    """
+    if not (SMALLEST_BOUND <= max_grad_norm <= NEVER_CLIPS or max_grad_norm == math.inf):
+        raise PrivacyConfigError(
+            f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
+            f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {max_grad_norm}"
+        )
+
+
+def dtype_of_sums(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """Returns the dtype of norms and products: fp64 for a model of fp64, else fp32.
+
+    Raises:
+        PrivacyConfigError: parameters ask for both: a product of fp64 layers may overflow a sum in fp32.
+    """
+    by_dtype = {wide_dtype(p.dtype): name for name, p in parameters.items()}
+    if len(by_dtype) > 1:
+        raise PrivacyConfigError(
+            f"{' and '.join(sorted(by_dtype.values()))} are of dtypes whose sums have different precision: train a model in "
+            "float64 as a whole, or none of it"
+        )
+    return next(iter(by_dtype))
+
+
+def smallest(numel: Mapping[str, int], room: int) -> set[str]:
+    """Returns the smallest parameters, as many as fit into `room` numbers: shapes alone decide, never an example."""
+    by_size = sorted(numel, key=lambda name: (numel[name], name))
+    ends = itertools.accumulate(numel[name] for name in by_size)
+    return {name for name, end in zip(by_size, ends, strict=True) if end <= room}
+
+
+def num_rows(inputs: Mapping[str, Tensor]) -> int:
+    """Counts the rows of a micro-batch."""
+    return len(next(iter(inputs.values())))
+
+
+def tensors_in(part: Contribution) -> list[Tensor]:
+    """Lists the tensors of a contribution."""
+    return [x for x in vars(part).values() if isinstance(x, Tensor)]
 
 
 def require_unwritten(writes: Writes, who: str) -> None:
@@ -571,11 +442,20 @@ def require_unwritten(writes: Writes, who: str) -> None:
     Raises:
         PrivacyConfigError: a tensor was written to since: the norm would not be that of what is summed.
     """
-    for name, tensor, before in writes:
-        if writes_to(tensor) != before:
+    for name, tensor, count in writes:
+        if writes_to(tensor) != count:
             raise PrivacyConfigError(
                 f"{who} writes in place to what clipping still needs of {name} (a gradient, an output, an input): write to a copy"
             )
+
+
+def require_equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:
+    """
+    Raises:
+        PrivacyConfigError: tensors that were computed twice differ in a bit.
+    """
+    if not all(torch.equal(x, y) for x, y in zip(first, second, strict=True)):
+        raise PrivacyConfigError(NOT_REPEATED)
 
 
 def needs_blanking(is_finite_B: Tensor) -> bool:

@@ -40,8 +40,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..arithmetic.precision import exact
+from ..clipping import SUMS, ClippedSum
 from ..clipping.clip_factors import ClippingFunction
-from ..clipping.clipped_sum import ClippedSum, Mode
+from ..clipping.clipped_sum import Mode
 from ..errors import PrivacyConfigError
 from ..gradients.compiled import compiled_weights
 from ..gradients.coverage import rule_of
@@ -106,11 +107,11 @@ def check_against_autograd(
     padding: Mapping[str, Tensor] | None = None,
     allowed_ids: Mapping[str, Tensor] = NO_IDS,
 ) -> None:
-    """Compares, on made-up inputs, per-example gradients with torch's own; `ClippedSum` asks for it.
+    """Compares, on made-up inputs, per-example gradients with torch's own; `SelfChecked` asks for it.
 
     A model that `fully_shard` has sharded is gathered for it, and every rank checks the same; other shards are refused.
 
-    What the made-up inputs do not reach is not checked, such as a branch that depends on values. `ClippedSum` tries every size
+    What the made-up inputs do not reach is not checked, such as a branch that depends on values. `SelfChecked` tries every size
     and shape of micro-batches when it meets it, on the same made-up examples. For the time of the check parameters and buffers
     are copies, in float64 where the model can compute in it: 8 bytes more for each. Gradients take 40 bytes for each of at most
     TOGETHER trained numbers: of larger models some parameters are checked after the others.
@@ -316,14 +317,17 @@ class _Noting(ClippingFunction):
 
 @contextmanager
 def _clipped(
-    model: nn.Module, bound: float, weights: tuple[float, ...] = (), **settings: Any
+    model: nn.Module,
+    bound: float,
+    weights: tuple[float, ...] = (),
+    mode: Mode = "bookkeeping",
+    **settings: Any,
 ) -> Iterator[tuple[ClippedSum, list[Tensor]]]:
-    """A sum of this model, which passes for checked, and the norms of what it is given."""
+    """Yields a sum of this model, and the norms of what it is given."""
     norms: list[Tensor] = []
-    clipped = ClippedSum(
+    clipped = SUMS[mode](
         model,
         bound,
-        self_check=False,
         **settings,
         function=lambda names, c: _Noting(
             dict.fromkeys(names, 0), (c,), norms=norms, weights=weights
@@ -468,7 +472,7 @@ def _weighted(model: nn.Module, weight_B: Tensor) -> Iterator[Callable[[Task, In
     """What the clipping rules make of batches in which rows count for their weight; those of weight 0 are padding."""
     # Nothing is clipped here, and no gradient is too small to be compared: fp64 sums.
     with _clipped(model, 1.0, tuple(weight_B.tolist()), noise_multiplier=0.0) as (clipped, _):
-        clipped._record().compares = True
+        clipped.recorder.compares = True
 
         def together(task: Task, batch: Inputs) -> Found:
             seen: list[Tensor] = []
@@ -525,7 +529,7 @@ def _precision(
         for own in dtypes.keys() - TOLERANCE.keys():
             raise PrivacyConfigError(
                 f"the self-check compares gradients in float32 or float64, {dtypes[own]} is {own}, and the model cannot run in "
-                "float64: check a copy of the model before it is cast, and give ClippedSum self_check=False"
+                "float64: check a copy of the model before it is cast"
             )
         return min(dtypes, key=lambda d: torch.finfo(d).bits)
     watch = _Narrowing()

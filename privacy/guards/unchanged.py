@@ -1,7 +1,7 @@
 """Whether a model still is what passed the self-check (selfcheck.py), and whether its examples stay apart in a new shape.
 
-`ClippedSum` calls `require_passed` before every micro-batch. It reads ids and flags: parameters that were added, replaced,
-frozen or unfrozen, modes, and layers, hooks or adapters that were added or swapped. Values, closures, globals and other
+`SelfChecked` stands before every micro-batch of a loop of one's own. It reads ids and flags: parameters that were added,
+replaced, frozen or unfrozen, modes, and layers, hooks or adapters that were added or swapped. Values, closures, globals and other
 attributes are not compared (docs/guarantee.md states that assumption).
 
 A micro-batch of a new size or shape, or under a new autocast, may take another way through a model: a limit, groups, a mask as
@@ -11,14 +11,16 @@ rows stay and all others change. Kernels give equal bits for equal shapes, so a 
 
 import enum
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..clipping import ClippedSum
 from ..errors import PrivacyConfigError
+from ..gradients.fallback import plan_of
 from ..gradients.module_state import MODULE_ATTRIBUTES, modules_of
 from ..gradients.recorder import Task
 from ..gradients.sharded import is_of_fsdp, put_away, whole
@@ -35,9 +37,18 @@ OWN_HOOKS = f"{modules_of.__module__.rpartition('.')[0]}."
 """Before the modules whose hooks record what clipping needs."""
 HOW = (
     "make the PrivateLoop again; for a ClippedSum call privacy.guards.selfcheck.check_against_autograd(model, made_up_inputs) "
-    "before the first micro-batch, on made-up examples and never on private data; self_check=False is for a model of which a "
-    "copy has passed"
+    "before the first micro-batch, on made-up examples and never on private data"
 )
+
+
+class HasInputs(Protocol):
+    """A micro-batch, of which a guard reads names, dtypes and shapes."""
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...
+
+
+AnyMicroBatch = TypeVar("AnyMicroBatch", bound=HasInputs)
 
 
 class Passed(NamedTuple):
@@ -62,109 +73,176 @@ PASSED: weakref.WeakKeyDictionary[nn.Module, list[Passed]] = weakref.WeakKeyDict
 """With which tasks and made-up examples a model has passed, and what it was then; selfcheck.py adds to it."""
 
 
-def require_passed(
-    model: nn.Module,
-    task: Task,
-    inputs: Mapping[str, Tensor],
-    made_for: list[object],
-    require_replays: Callable[[Task, Inputs], None],
-) -> None:
-    """Requires that the model has passed with this task, is what it was then, and keeps examples apart in this shape.
-
-    It looks at names, dtypes and shapes of the inputs, never at their values.
+class SelfChecked:
+    """Lets micro-batches through while a model is what passed the self-check, and tries each new way through it first.
 
     Args:
-        made_for: `trained(model)` when the clipper was made.
-        require_replays: tries the fallback on made-up examples of this size.
+        task: what the clipped sum is given.
+        clipped: the sum of this model; made before, since the check is about its parameters.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, clipped: ClippedSum) -> None:
+        self.model, self.task, self.clipped = model, task, clipped
+        self.trained = trained(model)
+
+    def watched(
+        self, micro_batches: Iterator[AnyMicroBatch], device: torch.device, dtype: torch.dtype
+    ) -> Iterator[AnyMicroBatch]:
+        """Yields each micro-batch when the model may take it.
+
+        Args:
+            device: where the model computes, in `dtype`.
+
+        Raises:
+            PrivacyConfigError: see `require`.
+        """
+        for micro_batch in micro_batches:
+            kinds = {
+                name: x.to("meta", dtype if x.is_floating_point() else None)
+                for name, x in micro_batch.inputs.items()
+            }
+            self.require(kinds, device)
+            yield micro_batch
+
+    def require(
+        self, inputs: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        """Requires that the model has passed with this task, is what it was then, and keeps examples apart in these shapes.
+
+        Clipping goes through a large micro-batch in parts: the shapes are those of its parts.
+
+        Args:
+            inputs: of one micro-batch; their dtypes and shapes alone are read, never their values.
+
+        Raises:
+            PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else; or
+                its examples influence one another in micro-batches of this size and these shapes.
+        """
+        parts = self.clipped.parts(len(next(iter(inputs.values()))))
+        for size in dict.fromkeys(rows.stop - rows.start for rows in parts):
+            self._require_part({name: x[:size] for name, x in inputs.items()}, device)
+
+    def _require_part(self, inputs: Mapping[str, Tensor], device: torch.device) -> None:
+        passed = self._passed_with(inputs)
+        put_away(self.model)
+        now = structure(self.model, self.task)
+        changed = [changes(p.structure, now) - p.moved for p in passed]
+        unchanged = [
+            p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))
+        ]
+        if not unchanged:
+            place = min(filter(_is_fixed, changed[-1]))
+            raise PrivacyConfigError(
+                f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
+                "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
+                f"{HOW}"
+            )
+        if trained(self.model) != self.trained:
+            raise PrivacyConfigError(
+                "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make "
+                "a new one"
+            )
+        # Engines add attributes of their own.
+        recorded = {place for p in unchanged for place in p.structure}
+        modules = dict(modules_of(self.model, self.task))
+        settings = {
+            (path, name)
+            for path, name in set[Place]().union(*changed)
+            if not _is_fixed((path, name))
+            and (
+                (path, name) in recorded
+                or hasattr(type(modules.get(path)), name.removeprefix(SETTING))
+            )
+        }
+        values = frozenset((place, now.get(place)) for place in settings)
+        way = (*way_of(inputs, device), values)
+        # What has become a tensor, say, has values that nobody looks at.
+        is_seen = settings <= now.keys()
+        if is_seen and any(way in p.tried for p in unchanged):
+            return
+        nearest = max(
+            unchanged,
+            key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()),
+        )
+        self._try(fitted(nearest.made_up, inputs, device), len(next(iter(inputs.values()))))
+        nearest.tried.add(way)
+
+    def _passed_with(self, inputs: Mapping[str, Tensor]) -> "list[Passed]":
+        """Returns what the model was when it passed with this task and inputs of these kinds."""
+        recorded = PASSED.get(self.model, [])
+        if not recorded:
+            raise PrivacyConfigError(
+                f"this {type(self.model).__name__} has not passed the self-check: {HOW}"
+            )
+        kinds = kinds_of(inputs)
+        passed = [p for p in recorded if p.task() == self.task and kinds_of(p.made_up) == kinds]
+        if not passed:
+            listed = ", ".join(
+                f"{name} ({dtype}, {ndim} dimensions)"
+                for name, (dtype, ndim) in sorted(kinds.items())
+            )
+            raise PrivacyConfigError(
+                "the task of this micro-batch is not the one that passed the self-check, or not with inputs named "
+                f"{listed}, so its loss may mix examples: give the same object to check_against_autograd and to "
+                f"add_micro_batch; {HOW}"
+            )
+        return passed
+
+    def _try(self, made_up: Inputs, size: int) -> None:
+        """Sends made-up examples the way of a micro-batch of `size` rows."""
+        with whole(self.model), nothing_is_small(self.model), untouched(self.model, self.task):
+            require_apart(self.task, made_up, size)
+            rows = torch.arange(size) % len(next(iter(made_up.values())))
+            repeated = {name: x[rows.to(x.device)] for name, x in made_up.items()}
+            require_replays(self.clipped, self.task, repeated)
+
+
+def kinds_of(inputs: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, int]]:
+    """Returns dtype and number of dimensions of each input."""
+    return {name: (x.dtype, x.dim()) for name, x in inputs.items()}
+
+
+def way_of(inputs: Mapping[str, Tensor], device: torch.device) -> tuple[object, ...]:
+    """Returns what may send a micro-batch another way through a model: shapes, the device, autocast."""
+    shapes = tuple((name, x.shape) for name, x in sorted(inputs.items()))
+    autocasts = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted({"cpu", device.type})
+    ]
+    return shapes, device, *autocasts
+
+
+def fitted(made_up: Inputs, inputs: Mapping[str, Tensor], device: torch.device) -> Inputs:
+    """Returns made-up examples in the shapes of a micro-batch: cut, or their last entries repeated, in each dimension but one."""
+    examples = {}
+    for name, x in inputs.items():
+        y = made_up[name]
+        for dim in range(1, x.dim()):
+            place = torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1)
+            y = y.index_select(dim, place)
+        examples[name] = y.to(device)
+    return examples
+
+
+def require_replays(clipped: ClippedSum, task: Task, inputs: Mapping[str, Tensor]) -> None:
+    """Requires that what the fallback replays at this size are the outputs that the forward gave, chunks and edges included.
+
+    Args:
+        inputs: made up, never private data.
 
     Raises:
-        PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else; or
-            its examples influence one another in micro-batches of this size and these shapes.
+        PrivacyConfigError: they are not.
     """
-    passed = PASSED.get(model, [])
-    if not passed:
-        raise PrivacyConfigError(
-            f"this {type(model).__name__} has not passed the self-check: {HOW}"
-        )
-    kinds, *others = [
-        {n: (x.dtype, x.dim()) for n, x in xs.items()}
-        for xs in (inputs, *(p.made_up for p in passed))
-    ]
-    passed = [
-        p
-        for p, made_up in zip(passed, others, strict=True)
-        if p.task() == task and made_up == kinds
-    ]
-    if not passed:
-        listed = ", ".join(
-            f"{name} ({dtype}, {ndim} dimensions)" for name, (dtype, ndim) in sorted(kinds.items())
-        )
-        raise PrivacyConfigError(
-            f"the task of this micro-batch is not the one that passed the self-check, or not with inputs named {listed}, so its "
-            f"loss may mix examples: give the same object to check_against_autograd and to add_micro_batch; {HOW}"
-        )
-    put_away(model)
-    now = structure(model, task)
-    changed = [changes(p.structure, now) - p.moved for p in passed]
-    unchanged = [
-        p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))
-    ]
-    if not unchanged:
-        place = min(filter(_is_fixed, changed[-1]))
-        raise PrivacyConfigError(
-            f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
-            "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
-            f"{HOW}"
-        )
-    if trained(model) != made_for:
-        raise PrivacyConfigError(
-            "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make a "
-            "new one"
-        )
-    # Shapes, devices, autocasts and settings may send a micro-batch another way through the model: a new way is tried once.
-    devices = sorted({"cpu", *(x.device.type for x in inputs.values())} - {"meta"})
-    autocasts = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in devices
-    ]
-    shapes = tuple((name, x.shape, x.device) for name, x in sorted(inputs.items()))
-    known = {
-        place for p in unchanged for place in p.structure
-    }  # engines add attributes of their own
-    modules = dict(modules_of(model, task))
-    settings = {
-        (path, name)
-        for path, name in set[Place]().union(*changed)
-        if not _is_fixed((path, name))
-        and ((path, name) in known or hasattr(type(modules.get(path)), name.removeprefix(SETTING)))
-    }
-    way = (shapes, *autocasts, frozenset((place, now.get(place)) for place in settings))
-    is_seen = (
-        settings <= now.keys()
-    )  # what has become a tensor, say, has values that nobody looks at
-    if is_seen and any(way in p.tried for p in unchanged):
+    recorder = clipped.recorder
+    if not plan_of(clipped.model).covers:
         return
-    mine = max(
-        unchanged,
-        key=lambda p: sum(p.made_up[n].shape[1:] == x.shape[1:] for n, x in inputs.items()),
-    )
-    made_up = {}
-    for (
-        name,
-        x,
-    ) in inputs.items():  # cut, or their last entry repeated, in each dimension but the first
-        y = mine.made_up[name]
-        for dim in range(1, x.dim()):
-            y = y.index_select(
-                dim, torch.arange(x.shape[dim], device=y.device).clamp(max=y.shape[dim] - 1)
-            )
-        made_up[name] = y.to(x.device)
-    with whole(model), nothing_is_small(model), untouched(model, task):
+    recorder.compares = True
+    try:
         size = len(next(iter(inputs.values())))
-        require_apart(task, made_up, size)
-        rows = torch.arange(size) % len(next(iter(made_up.values())))
-        require_replays(task, {name: x[rows.to(x.device)] for name, x in made_up.items()})
-    mine.tried.add(way)
+        with torch.no_grad(), recorder.forward(task, inputs, size) as passed:
+            passed.backward(lambda call: None)
+    finally:
+        recorder.compares = False
 
 
 def structure(model: nn.Module, task: object = None) -> Structure:

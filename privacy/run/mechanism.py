@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from ..certified.certified_sum import CertifiedSum
+from ..clipping import SUMS, ClippedSum
 from ..clipping.clip_factors import FUNCTIONS
-from ..clipping.clipped_sum import ClippedSum, Mode
+from ..clipping.clipped_sum import Mode
 from ..plan.numbers import PrivacyPlan
 from ..sums.local import LocalSums, MakeAccumulator
 
@@ -22,7 +23,6 @@ def clipper_of(
     accumulator: MakeAccumulator = LocalSums,
     rows: int | None = None,
     device: torch.device | None = None,
-    self_check: bool = True,
 ) -> ClippedSum:
     """Returns the clipper whose sensitivity the plan's noise is scaled by; see `ClippedSum` for arguments and errors."""
     # Without privacy the bound is infinite, and any function would do.
@@ -35,18 +35,15 @@ def clipper_of(
             function=function,
             accumulator=accumulator,
             device=device,
-            self_check=self_check,
         )
-    return ClippedSum(
+    return SUMS[mode](
         model,
         plan.max_grad_norm if plan.enabled else math.inf,
         shapes=shapes,
-        mode=mode,
         function=function,
         accumulator=accumulator,
         cap=plan.max_batch_size,
         rows=rows,
         noise_multiplier=plan.noise_multiplier,
         device=device,
-        self_check=self_check,
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from .grid import SHORT, Grid, Unit
-from .totals import Slot, Total, real
+from .totals import add_together, Slot, Total, real
 
 BLOCK_COORDINATES = 1 << 23
 """Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/step/allocator.py)."""
@@ -55,6 +55,14 @@ class Accumulator:
     def filled(self, name: str) -> None:
         """The contribution is complete. Not called for a parameter that has none."""
 
+    def add_short(self, sums: dict[str, Tensor], num_examples: int) -> dict[str, Tensor]:
+        """Adds contributions of parameters of few numbers; returns those that have to wait for their turn.
+
+        Args:
+            sums: parameter name -> (n,) fp64.
+        """
+        return sums
+
     def finish(self) -> None:
         """The micro-batch is complete."""
 
@@ -101,6 +109,13 @@ class LocalSums(Accumulator):
     def slot(self, name: str) -> Slot:
         self._totals[name].make_room()
         return Slot(self._totals[name])
+
+    def add_short(self, sums: dict[str, Tensor], num_examples: int) -> dict[str, Tensor]:
+        """Adds all of them by few operations."""
+        if sums:
+            totals = [self.slot(name).total for name in sums]
+            add_together(totals, list(sums.values()), num_examples)
+        return {}
 
     @property
     def names(self) -> list[str]:
