@@ -5,8 +5,8 @@
 
 Interleaved rounds in one process for time (the ratio of a round is against the non-private step of the same round; the
 median over rounds is reported), a process of its own per mode for memory (maximum resident size on CPU, allocator peak on
-CUDA), torch's FlopCounterMode for FLOPs. `operations` are launches by mode, counted on the meta device in the dtype and on the
-way that the workload's own device takes. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
+CUDA), torch's FlopCounterMode for FLOPs. `operations` are launches by mode on a CPU, counted on the meta device; what a GPU
+launches, `make gpu` measures. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
 gradients; `..._to_accumulating` against one that adds to those of earlier micro-batches, as our modes do and as any large
 logical batch needs. With --json one JSON object on stdout, everything else on stderr. README.md has the
 cost model.
@@ -31,6 +31,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from benchmarks.roofline import count_operations  # noqa: E402
 from models.captioner import Captioner, build_captioner  # noqa: E402
 from models.config import VitConfig, captioner_config  # noqa: E402
 from models.vit import VisionTransformer  # noqa: E402
@@ -45,7 +46,6 @@ from privacy.step.allocator import keep_freed_memory  # noqa: E402
 from privacy.step.engine import even_layout  # noqa: E402
 from privacy.step.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
-from trainer.planner.roofline import count_operations  # noqa: E402
 
 BASELINES = ("non_private", "accumulating")
 """Ordinary training: every micro-batch a batch of its own, or gradients added up over micro-batches to a logical batch."""
@@ -349,15 +349,11 @@ def matrix_peak(dtype: torch.dtype) -> float:
     return float(2 * size**3 / best)
 
 
-def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, int]:
-    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16."""
-    on_cuda = workload.name in CUDA_WORKLOADS
-    dtype = torch.bfloat16 if on_cuda else torch.float32
-    steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
-    return {
-        mode: count_operations(step, on_cuda=on_cuda).total("launches")
-        for mode, step in steps.items()
-    }
+def operations(workload: Workload) -> dict[str, int]:
+    """Counts launches of one micro-batch by mode, as a CPU makes them in fp32."""
+    meta = torch.device("meta")
+    steps = {mode: make_step(mode, workload, meta, torch.float32) for mode in COUNTED}
+    return {mode: count_operations(step).total("launches") for mode, step in steps.items()}
 
 
 def count(workload: Workload, *_: object) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.engines import build_engine
 from trainer.planner.memory import FP32, FP64, rank_memory, trained_count
-from trainer.run.memory_estimate import MemoryTimeline
+from trainer.planner.probe import MemoryTimeline
 
 CASES = [
     ("local", "zero1"),

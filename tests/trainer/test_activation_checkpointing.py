@@ -12,7 +12,7 @@ from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import ClippedSum
 from trainer.engines.blocks import checkpoint_blocks
-from trainer.run.memory_estimate import MemoryTimeline
+from trainer.planner.probe import MemoryTimeline
 
 MODES = ["bookkeeping", "two_pass"]
 WAYS: dict[str, Any] = {

@@ -2,20 +2,25 @@
 
 Meta tensors have shapes and no values, so a model of any size costs microseconds an operation, and every size of micro-batch
 can be asked for itself: nothing is extrapolated (the captioner's head, for one, works in another way above a certain size).
-The operations are those of the CPU path, with the fused attention that CPU and CUDA both have. On CUDA some fp32 copies of
-bf16 tensors do not exist, so the peak is an upper bound there; scratch memory inside of kernels is not seen.
+What is alive when depends on the model and the clipping mode, and any list of it by hand would be wrong for the next model: so
+every tensor is counted from birth to death. The operations are those of the CPU path, with the fused attention that CPU and
+CUDA both have. On CUDA some fp32 copies of bf16 tensors do not exist, so the peak is an upper bound there; scratch memory inside
+of kernels is not seen.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # the one private name here: flop_counter is built on it too
 from torch.utils.flop_counter import FlopCounterMode
 
 from privacy.clipping.accumulators import EXAMPLES_PER_PART, Grid, LocalSums
@@ -25,7 +30,6 @@ from privacy.plan.numbers import PrivacyPlan
 from privacy.run.mechanism import clipper_of
 from trainer.config.machine import MachineSettings
 from trainer.engines.blocks import checkpoint_blocks
-from trainer.run.memory_estimate import MemoryTimeline
 from trainer.tasks import TrainingTask
 
 META = torch.device("meta")
@@ -46,7 +50,8 @@ def count_flops(work: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def with_fused_attention() -> AbstractContextManager[object]:
+@contextmanager
+def with_fused_attention() -> Iterator[None]:
     """Takes the fused kernel of CPU and CUDA, which keeps no attention matrix; for meta tensors torch would write it out.
 
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
@@ -64,7 +69,57 @@ def with_fused_attention() -> AbstractContextManager[object]:
             query, key, value, attn_mask, True, 0.0, is_causal
         )[0]
 
-    return mock.patch.object(F, "scaled_dot_product_attention", fused)
+    written_out = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = written_out
+
+
+class MemoryTimeline(TorchDispatchMode):
+    """Live bytes of the tensors that are made while it is active, after every operation; on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.live_bytes: list[int] = []
+        self._live = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _plain_tensors((args, kwargs)):
+            self._meet(tensor, is_new=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _plain_tensors(out):
+            self._meet(tensor, is_new=True)
+        self.live_bytes.append(self._live)
+        return out
+
+    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts a storage that an operation made; one that is first met as an input was there before."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps one Python object per living storage
+        if key in self._known:
+            return
+        self._known[key] = storage.nbytes() if is_new else 0
+        self._live += self._known[key]
+
+        def forget() -> None:
+            self._live -= self._known.pop(key)
+
+        weakref.finalize(storage, forget)
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors with a storage of their own in nested arguments; wrappers like DTensor have none."""
+    if type(tree) in (Tensor, torch.nn.Parameter):
+        if tree.layout == torch.strided:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _plain_tensors(item)
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(list(tree.values()))
 
 
 class Probe:
@@ -143,14 +198,6 @@ class Probe:
             counted = count_flops(lambda: parts.append(self._run(mode, size)))
         self.clipped.zero_()
         return counted // parts[0]
-
-
-def flops_of_an_example(task: TrainingTask) -> int:
-    """Operations of one example's forward and backward without privacy, as model FLOPs utilisation counts them."""
-    inputs = {
-        name: torch.empty_like(x, device=META) for name, x in task.synthetic_inputs(1).items()
-    }
-    return plain_flops(task.skeleton(), inputs)
 
 
 def plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

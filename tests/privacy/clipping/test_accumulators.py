@@ -32,7 +32,7 @@ from privacy.step.reduction import reduce_to_owners
 from privacy.step.sharded_sums import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping.neighbours import Product
-from trainer.run.memory_estimate import MemoryTimeline
+from trainer.planner.probe import MemoryTimeline
 
 CPU = torch.device("cpu")
 SIZES = [

@@ -24,15 +24,10 @@ from privacy.plan.request import PlanRequest
 from privacy.rounded_normal import deviation_in_units
 from privacy.run.mechanism import clipper_of
 from trainer.config.recipe import load_config
+from trainer.noise_to_signal import LARGEST_THAT_LEARNS, NoiseToSignal
+from trainer.planner.choice import FEWEST_STEPS, WORTH_DOUBLING, choose
 from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task
-from trainer.planner.signal import (
-    FEWEST_STEPS,
-    LARGEST_THAT_LEARNS,
-    WORTH_DOUBLING,
-    NoiseToSignal,
-    choose,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = PlanRequest(
