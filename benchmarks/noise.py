@@ -23,9 +23,8 @@ sys.path.insert(0, str(ROOT))
 from privacy.noise.rounded_normal import draw_rounded_normal  # noqa: E402
 from privacy.noise.source import MOST_THREADS, SystemNoise  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
-from trainer.planner.hardware import GPUS  # noqa: E402
+from trainer.hardware import GPUS  # noqa: E402
 from trainer.planner.memory import trained_count  # noqa: E402
-from trainer.planner.probe import flops_of_an_example  # noqa: E402
 from trainer.planner.resources import EFFICIENCY, planning_task  # noqa: E402
 
 DRAWN, ROUNDS = 1 << 19, 5
@@ -53,7 +52,7 @@ def of_recipe(path: Path, drawn_ns: float) -> dict[str, Any]:
     config = load_config(path)
     task = planning_task(config, ROOT)[0]
     coordinates, batch = trained_count(task.skeleton()), config.privacy.expected_batch_size
-    flops = flops_of_an_example(task) * batch
+    flops = task.flops_of_an_example() * batch
     noise, shares = coordinates * drawn_ns * 1e-9, {}
     for name, threads in (("cpu", 1), ("a100-80gb", MOST_THREADS), ("h100-80gb", MOST_THREADS)):
         gpu = GPUS[name]

@@ -289,7 +289,7 @@ def stepped(arm: Arm, model: nn.Module, world: Scenes, seed: int) -> Iterable[in
     if arm.epsilon is not None:
         sigma = plan_of(arm.epsilon, arm.batch, arm.steps).noise_multiplier
     optimizer, generator = optimizer_of(arm, model), torch.Generator().manual_seed(10**6 + seed)
-    clipped = None if sigma is None else ClippedSum(model, arm.bound, self_check=False)
+    clipped = None if sigma is None else ClippedSum(model, arm.bound)
     named, micro = dict(model.named_parameters()), math.ceil(arm.batch / math.ceil(arm.batch / 300))
     for step in range(1, arm.steps + 1):
         first = seed * 1_000_000 + (step - 1) * arm.batch

@@ -5,8 +5,8 @@
 
 Interleaved rounds in one process for time (the ratio of a round is against the non-private step of the same round; the
 median over rounds is reported), a process of its own per mode for memory (maximum resident size on CPU, allocator peak on
-CUDA), torch's FlopCounterMode for FLOPs. `operations` are launches by mode, counted on the meta device in the dtype and on the
-way that the workload's own device takes. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
+CUDA), torch's FlopCounterMode for FLOPs. `operations` are launches by mode on a CPU, counted on the meta device; what a GPU
+launches, `make gpu` measures. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
 gradients; `..._to_accumulating` against one that adds to those of earlier micro-batches, as our modes do and as any large
 logical batch needs. With --json one JSON object on stdout, everything else on stderr. README.md has the
 cost model.
@@ -31,12 +31,13 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from benchmarks.roofline import count_operations  # noqa: E402
 from models.captioner import Captioner, build_captioner  # noqa: E402
 from models.config import VitConfig, captioner_config  # noqa: E402
 from models.vit import VisionTransformer  # noqa: E402
 from models.vocabulary_head import VocabularyHead  # noqa: E402
 from privacy.certified.certified_sum import CertifiedSum  # noqa: E402
-from privacy.clipping import ClippedSum  # noqa: E402
+from privacy.clipping import SUMS, ClippedSum  # noqa: E402
 from privacy.noise.rounded_normal import deviation_in_units  # noqa: E402
 from privacy.noise.source import SystemNoise, add_noise  # noqa: E402
 from privacy.plan.lattice import Lattice  # noqa: E402
@@ -45,7 +46,6 @@ from privacy.step.engine import even_layout  # noqa: E402
 from privacy.sums.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
 from privacy.sums.totals import real_  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
-from trainer.planner.roofline import count_operations  # noqa: E402
 
 BASELINES = ("non_private", "accumulating")
 """Ordinary training: every micro-batch a batch of its own, or gradients added up over micro-batches to a logical batch."""
@@ -140,9 +140,9 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
     if mode in OURS:
         # C = 1; the lattice and the number of rows are those of the DP-Cap point, on 128 ranks.
         clipped = (
-            CertifiedSum(model, Lattice.of(1.0, 1_319_879, 0.728), self_check=False)
+            CertifiedSum(model, Lattice.of(1.0, 1_319_879, 0.728))
             if mode == "certified"
-            else ClippedSum(model, 1.0, mode=mode, cap=1_319_879, rows=10_400, self_check=False)  # type: ignore[arg-type]
+            else SUMS[mode](model, 1.0, cap=1_319_879, rows=10_400)
         )
         is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
 
@@ -349,15 +349,11 @@ def matrix_peak(dtype: torch.dtype) -> float:
     return float(2 * size**3 / best)
 
 
-def operations(workload: Workload, modes: Sequence[str] = COUNTED) -> dict[str, int]:
-    """Launches of one micro-batch by mode: CPU workloads in fp32, CUDA's in bf16."""
-    on_cuda = workload.name in CUDA_WORKLOADS
-    dtype = torch.bfloat16 if on_cuda else torch.float32
-    steps = {mode: make_step(mode, workload, torch.device("meta"), dtype) for mode in modes}
-    return {
-        mode: count_operations(step, on_cuda=on_cuda).total("launches")
-        for mode, step in steps.items()
-    }
+def operations(workload: Workload) -> dict[str, int]:
+    """Counts launches of one micro-batch by mode, as a CPU makes them in fp32."""
+    meta = torch.device("meta")
+    steps = {mode: make_step(mode, workload, meta, torch.float32) for mode in COUNTED}
+    return {mode: count_operations(step).total("launches") for mode, step in steps.items()}
 
 
 def count(workload: Workload, *_: object) -> dict[str, Any]:

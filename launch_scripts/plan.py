@@ -177,7 +177,9 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
     """What a recipe with these options claims and takes."""
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
-    from trainer.planner.hardware import find_gpu
+    from trainer.hardware import find_gpu
+    from trainer.noise_to_signal import NoiseToSignal
+    from trainer.planner.choice import choose
     from trainer.planner.memory import trained_count
     from trainer.planner.resources import (
         GPU_MTBF_HOURS,
@@ -187,7 +189,6 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
         planning_task,
     )
     from trainer.planner.resources import examples as known_examples
-    from trainer.planner.signal import NoiseToSignal, choose
 
     for name, key in _RECIPE_KEYS.items():
         value = getattr(options, name)

@@ -1,11 +1,16 @@
-"""A stand-in for the self-check of a start, for tests about something else: it is more than half of a small start."""
+"""The self-check of a start: a stand-in for tests about something else, of which it is more than half, and a sum behind it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from privacy.clipping import ClippedSum, MicroBatchStats
+from privacy.gradients.recorder import Task
 from privacy.guards import selfcheck
+from privacy.guards.unchanged import SelfChecked
 
 COMPARISONS = ("_by_groups", "require_nothing_gathered", "require_unconditional", "require_padding")
 """What `check_against_autograd` asks of a model before it notes that the model has passed."""
@@ -20,3 +25,21 @@ def trusted_models() -> Iterator[None]:
         for module in ("trainer.run.start", "privacy.loop.opening"):
             patch.setattr(f"{module}.check_at_size", lambda *_arguments, **_settings: None)
         yield
+
+
+class Guarded:
+    """A clipped sum whose micro-batches have to pass what a loop of one's own puts before them."""
+
+    def __init__(self, clipped: ClippedSum) -> None:
+        self._clipped, self._guard = clipped, SelfChecked(clipped.model, clipped.model, clipped)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._clipped, name)
+
+    def add_micro_batch(
+        self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
+    ) -> MicroBatchStats:
+        """Refuses the micro-batch, or adds it."""
+        self._guard.task = task
+        self._guard.require(inputs, self._clipped.device)
+        return self._clipped.add_micro_batch(task, inputs, is_padding_B)

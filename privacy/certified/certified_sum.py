@@ -83,6 +83,10 @@ class CertifiedSum(ClippedSum):
         return sum(self._numel.values())
 
     @property
+    def _dtype_of_norms(self) -> torch.dtype:
+        return torch.float64
+
+    @property
     def exponent(self) -> int:
         return self.lattice.exponent
 

@@ -128,7 +128,8 @@ class ClippedSum:
         self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self._numel = {name: self._shapes[name].numel() for name in parameters}
         self.device = device or next(iter(parameters.values())).device
-        self.recorder = Recorder(claims(model, self._shapes), compiled_weights(model))
+        weights_at_rest = compiled_weights(model)
+        self.recorder = Recorder(claims(model, self._shapes), weights_at_rest)
         self._dtype = dtype_of_sums(parameters)
         trained_shapes = {name: self._shapes[name] for name in parameters}
         require_exact_products(self.device, self._dtype, trained_shapes.values())
@@ -147,6 +148,10 @@ class ClippedSum:
     def _clipped_to(self) -> float:
         """The norm to which gradients are scaled."""
         return self.max_grad_norm
+
+    @property
+    def _dtype_of_norms(self) -> torch.dtype:
+        return self._dtype
 
     @property
     def exponent(self) -> int | None:
@@ -282,7 +287,7 @@ class ClippedSum:
             return factors.stats(passed.loss_B, is_padding_B)
 
     def _stats_of_nothing(self) -> MicroBatchStats:
-        nothing = torch.zeros(0, dtype=self._dtype, device=self.device)
+        nothing = torch.zeros(0, dtype=self._dtype_of_norms, device=self.device)
         norms = [nothing for _ in self._function.bounds]
         return factors_of(self._function, norms, nothing, nothing.bool()).stats(
             nothing, nothing.bool()

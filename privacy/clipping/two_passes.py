@@ -36,7 +36,7 @@ class TwoPassSum(ClippedSum):
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **settings: Any) -> None:
         super().__init__(model, max_grad_norm, **settings)
-        self._keeps_graph = not compiled_weights(model) and all(
+        self.keeps_graph = not compiled_weights(model) and all(
             has_whole_weight(p, self._shapes.get(name)) for name, p in model.named_parameters()
         )
 
@@ -108,10 +108,10 @@ class TwoPassSum(ClippedSum):
     ) -> Generator[Forward, None, None]:
         """Yields two forwards to differentiate: the same one, whose graph is kept, or two where it cannot be kept."""
         writes = [(name, tensor, writes_to(tensor)) for name, tensor in inputs.items()]
-        num_backwards = 2 if self._keeps_graph else 1
+        num_backwards = 2 if self.keeps_graph else 1
         with self.recorder.forward(task, inputs, batch_size, num_backwards=num_backwards) as passed:
             yield passed
-            if self._keeps_graph:
+            if self.keeps_graph:
                 yield passed
                 return
         require_unwritten(writes, "the forward of the model")

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
 from ..gradients.recorder import Task
+from ..step import collectives
+from ..step.engine import Engine, to_device
+from ..sums.grid import EXAMPLES_PER_PART
 
 Inputs = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -54,6 +57,27 @@ def require_apart(task: Task, inputs: Inputs, size: int) -> None:
     where = f"in micro-batches of {size} examples, in the precision of the run, "
     for other in others:  # when all are there, since no rank may stop in between
         compare_losses(first, other, 0.0 if first.device.type == "cpu" else IN_ANY_ORDER, where)
+
+
+def require_neighbours_apart(
+    engine: Engine,
+    task: Task,
+    synthetic_inputs: Callable[[int], dict[str, Tensor]],
+    micro_batch_size: int,
+) -> None:
+    """Tries a made-up micro-batch as training has it: its number of rows, on the device and in the dtype of training. Collective.
+
+    Args:
+        task: what training calls.
+        synthetic_inputs: makes up the number of examples that it is called with, the same on every rank.
+
+    Raises:
+        PrivacyConfigError: on all ranks, if one of them finds that a loss depends on other examples.
+    """
+    inputs = to_device(synthetic_inputs(2), engine)
+    collectives.refuse_together(
+        lambda: require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART))
+    )
 
 
 def losses_of(task: Task, micro_batch: Inputs) -> Tensor:

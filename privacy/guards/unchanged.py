@@ -83,7 +83,7 @@ class SelfChecked:
 
     def __init__(self, model: nn.Module, task: Task, clipped: ClippedSum) -> None:
         self.model, self.task, self.clipped = model, task, clipped
-        self.trained = trained(model)
+        self.made_for = clippable(model)
 
     def watched(
         self, micro_batches: Iterator[AnyMicroBatch], device: torch.device, dtype: torch.dtype
@@ -104,9 +104,7 @@ class SelfChecked:
             self.require(kinds, device)
             yield micro_batch
 
-    def require(
-        self, inputs: Mapping[str, Tensor], device: torch.device
-    ) -> None:
+    def require(self, inputs: Mapping[str, Tensor], device: torch.device) -> None:
         """Requires that the model has passed with this task, is what it was then, and keeps examples apart in these shapes.
 
         Clipping goes through a large micro-batch in parts: the shapes are those of its parts.
@@ -137,10 +135,10 @@ class SelfChecked:
                 "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
                 f"{HOW}"
             )
-        if trained(self.model) != self.trained:
+        if clippable(self.model) != self.made_for:
             raise PrivacyConfigError(
-                "since this sum was made, parameters of its model were frozen, unfrozen, exchanged or given another dtype: make "
-                "a new one"
+                "since this sum was made, parameters of its model were frozen, unfrozen, exchanged, given another dtype or given "
+                "to the fallback: make a new one"
             )
         # Engines add attributes of their own.
         recorded = {place for p in unchanged for place in p.structure}
@@ -317,6 +315,8 @@ class _Same:
         return isinstance(other, _Same) and self.reference is other.reference
 
 
-def trained(model: nn.Module) -> list[object]:
-    """The parameters that a clipper of this model, as it is now, is made for."""
-    return [(id(p), p.dtype) for p in model.parameters() if p.requires_grad]
+def clippable(model: nn.Module) -> object:
+    """Returns what a clipped sum of this model is made for: its trained parameters, and what the fallback takes over."""
+    plan = plan_of(model)
+    parameters = [(id(p), p.dtype) for p in model.parameters() if p.requires_grad]
+    return parameters, dict(plan.covers), dict(plan.layouts)

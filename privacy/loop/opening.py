@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from ..gradients.fallback import Fallback, Uncovered, plan_of
 from ..gradients.recorder import Task
 from ..gradients.sharded import full, kind_of, put_away
 from ..guards.fingerprints import fixed_tensors, in_order, take_from_main
+from ..guards.neighbours import require_neighbours_apart
 from ..guards.selfcheck import check_against_autograd, check_at_size
+from ..guards.unchanged import SelfChecked
 from ..ledger.durable import require_apart
 from ..noise.source import SystemNoise
 from ..plan.numbers import PrivacyPlan
@@ -34,7 +36,7 @@ from ..run.run import Parts, Stored, Watcher
 from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.batches import Dealt, most_rows
-from ..step.engine import require_neighbours_apart, to_device
+from ..step.engine import to_device
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
 from . import lineage
@@ -296,14 +298,26 @@ class OwnStart:
             plan, self.model, shapes=engine.shapes, rows=rows, device=engine.device
         )
         self.undone.callback(clipped.detach)
+        checked = SelfChecked(self.model, self.task, clipped)
+
+        def read(
+            plans: Iterator[Dealt],
+        ) -> Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]:
+            steps = self.reader.steps(
+                plans, self.num_workers, pin_memory=engine.device.type == "cuda"
+            )
+            for plan_of_step, micro_batches in steps:
+                yield (
+                    plan_of_step,
+                    checked.watched(micro_batches, engine.device, engine.compute_dtype),
+                )
+
         return Parts(
             engine=engine,
             task=self.task,
             clipped=clipped,
             noise=SystemNoise(),
-            read=lambda plans: self.reader.steps(
-                plans, self.num_workers, pin_memory=engine.device.type == "cuda"
-            ),
+            read=read,
             micro_batch_size=self.reader.micro_batch_size,
             learning_rate=self._rate,
             note_charge=self._require_untouched,

@@ -6,7 +6,7 @@ batch (`privacy/sums/reduction.py`); that rank adds noise and divides; the engin
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from ..gradients.recorder import Task
 from ..gradients.sharded import is_dtensor
-from ..guards.neighbours import require_apart
-from ..sums.grid import EXAMPLES_PER_PART
-from . import collectives
 
 
 class Piece(NamedTuple):
@@ -185,24 +181,3 @@ def to_device(inputs: Mapping[str, Tensor], engine: Engine) -> dict[str, Tensor]
         )
         for name, value in inputs.items()
     }
-
-
-def require_neighbours_apart(
-    engine: Engine,
-    task: Task,
-    synthetic_inputs: Callable[[int], dict[str, Tensor]],
-    micro_batch_size: int,
-) -> None:
-    """Tries a made-up micro-batch as training has it: its number of rows, on the device and in the dtype of training. Collective.
-
-    Args:
-        task: what training calls.
-        synthetic_inputs: makes up the number of examples that it is called with, the same on every rank.
-
-    Raises:
-        PrivacyConfigError: on all ranks, if one of them finds that a loss depends on other examples.
-    """
-    inputs = to_device(synthetic_inputs(2), engine)
-    collectives.refuse_together(
-        lambda: require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART))
-    )

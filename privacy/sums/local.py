@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from .grid import SHORT, Grid, Unit
-from .totals import add_together, Slot, Total, real
+from .totals import Slot, Total, add_together, real
 
 BLOCK_COORDINATES = 1 << 23
 """Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/step/allocator.py)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from privacy.noise.source import SystemNoise
 from privacy.step import collectives
 from privacy.step.engine import Piece, ShardLayout, even_layout
@@ -109,13 +109,11 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         ("sharded", sharded, "bookkeeping"),
         ("two_pass", sharded, "two_pass"),
     ]:
-        clipped = ClippedSum(
+        clipped = SUMS[mode](
             engine.module,
             1.0,
             shapes=engine.shapes,
             accumulator=accumulator,
-            mode=mode,
-            self_check=False,
             noise_multiplier=0.0,
         )  # type: ignore[arg-type]
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)

@@ -81,7 +81,6 @@ def rank_sums(device: torch.device, cases: list[tuple[str, int]], seed: int) -> 
                 engine.module,
                 shapes=engine.shapes,
                 accumulator=way,
-                self_check=False,
             )
             order = shared.sample(range(NUM_EXAMPLES), NUM_EXAMPLES)
             for batch in dealt(order):
@@ -107,7 +106,7 @@ def whole(ranks: list[Sums]) -> dict[str, Tensor]:
 def alone() -> dict[str, Tensor]:
     """The same sum in this process, without an engine, in micro-batches of MICRO_BATCH."""
     model = tiny_captioner()
-    clipped = clipper_of(certified_plan(), model, self_check=False)
+    clipped = clipper_of(certified_plan(), model)
     for start in range(0, NUM_EXAMPLES, MICRO_BATCH):
         inputs = {name: x[start : start + MICRO_BATCH] for name, x in pairs(NUM_EXAMPLES).items()}
         clipped.add_micro_batch(model, inputs, torch.zeros(MICRO_BATCH, dtype=torch.bool))
@@ -149,7 +148,7 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
     found = {}
     for case in cases:
         engine, plan, noise = build(device, *case), certified_plan(), Recorded()
-        clipped = clipper_of(plan, engine.module, shapes=engine.shapes, self_check=False)
+        clipped = clipper_of(plan, engine.module, shapes=engine.shapes)
         for batch in dealt(list(range(NUM_EXAMPLES))):
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
         sums = [s.values.clone() for s in reduce_to_owners(clipped, engine.layout)]
@@ -214,7 +213,7 @@ def rank_refusals(device: torch.device) -> list[str | None]:
         engine = build(device, "local", 1)
         engine.module = RankDependent(kind)
         engine.shapes = {name: p.shape for name, p in engine.module.named_parameters()}
-        clipped = clipper_of(certified_plan(), engine.module, self_check=False)
+        clipped = clipper_of(certified_plan(), engine.module)
         assert isinstance(clipped, CertifiedSum)
         try:
             generator = torch.Generator().manual_seed(0)

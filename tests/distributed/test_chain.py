@@ -60,7 +60,7 @@ def rank_link(
         checkpoint.restore(wrapped, moments(OPTIMIZERS[optimizer]))
     done = checkpoint.step if checkpoint is not None else 0
     before = whole_state(wrapped)
-    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes, self_check=False)
+    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes)
     run = a_mechanism(wrapped, clipped, NamedNoise(wrapped, done + 1), SIGMA, NUM_EXAMPLES)
     deals = DEALS[collectives.world_size()]
     for step in range(done + 1, done + num_steps + 1):

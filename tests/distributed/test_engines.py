@@ -187,7 +187,7 @@ def rank_clipped_sums(
     found = {}
     for case in cases:
         engine = build(device, *case[0])
-        clipped = ClippedSum(engine.module, c, shapes=engine.shapes, self_check=False)
+        clipped = ClippedSum(engine.module, c, shapes=engine.shapes)
         for batch in micro_batches(pairs(), case[1]):
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
         shards = reduce_to_owners(clipped, engine.layout)
@@ -225,9 +225,7 @@ def rank_three_steps(
     found = {}
     for name, stage in engines:
         engine = build(device, name, stage)
-        clipped = ClippedSum(
-            engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0, self_check=False
-        )
+        clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0)
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         for step in (1, 2, 3):
             train_step(run, step, iter(micro_batches(pairs(), counts)))
@@ -272,9 +270,7 @@ CPU = {"device": "cpu"}
 
 
 def clipped_steps(engine: Engine, num_steps: int) -> dict[str, Tensor]:
-    clipped = ClippedSum(
-        engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0, self_check=False
-    )
+    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0)
     run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in range(1, num_steps + 1):
         train_step(run, step, iter(micro_batches(pairs(), (5, 2))))

@@ -127,7 +127,7 @@ def step_with(wrong: str) -> str | None:
     engine = build_engine(
         "local", tiny_captioner(), OPTIMIZER, machine_settings(1), fake_gpu.CUDA, MICRO_BATCH
     )
-    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False)
+    clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes)
     run = a_mechanism(engine, clipped, FromTheCpu() if "noise" in wrong else SystemNoise(), 4.0, 7)
     tasks: dict[str, Callable[..., Tensor]] = {
         "a number is read": lambda **inputs: (

@@ -49,7 +49,7 @@ def raw_shards(engine: Engine) -> dict[str, Tensor]:
 def a_noisy_step(engine: Engine, step: int) -> None:
     run = a_mechanism(
         engine,
-        ClippedSum(engine.module, 1.0, shapes=engine.shapes, self_check=False),
+        ClippedSum(engine.module, 1.0, shapes=engine.shapes),
         SystemNoise(),
         1.0,
         7,
@@ -114,7 +114,7 @@ def test_contract_7_replicas_take_the_noise_from_its_owner(
 def _collectives(device: torch.device, engine: str) -> tuple[dict[str, int], dict[str, int]]:
     """Collectives while gradients are computed, and the units whose weights are whole afterwards and after the step."""
     wrapped = build(device, engine)
-    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes, self_check=False)
+    clipped = ClippedSum(wrapped.module, MAX_GRAD_NORM, shapes=wrapped.shapes)
     batches = micro_batches(pairs(), (5, 2))
     assert len(batches) == NUM_MICRO_BATCHES
     with Collectives(least=0) as counter:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from models.captioner import build_captioner
 from models.config import captioner_config
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from privacy.step import collectives
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
@@ -84,9 +84,7 @@ def _tied_steps(device: torch.device, engine_name: str) -> dict[str, Any]:
     assert engine.module.decoder.head.weight is engine.module.decoder.token_embedding.weight
     assert EMBEDDING in engine.shapes and TIED not in engine.shapes
     mode: Any = "two_pass" if stage == 3 else "bookkeeping"
-    clipped = ClippedSum(
-        engine.module, 0.5, shapes=engine.shapes, mode=mode, device=engine.device, self_check=False
-    )
+    clipped = SUMS[mode](engine.module, 0.5, shapes=engine.shapes, device=engine.device)
     run = a_mechanism(engine, clipped, NamedNoise(engine), 0.5, NUM_EXAMPLES)
     examples = {**pairs(), "is_parallel_B": torch.arange(NUM_EXAMPLES) % 3 == 0}
     for step, counts in enumerate([(5, 2), (7, 0)], start=1):
@@ -101,12 +99,10 @@ def _steps(device: torch.device, engine_name: str, mode: str) -> dict[str, Any]:
     engine = build_engine(
         name, tiny_classifier(trainable=mode), OPTIMIZER, machine, device, MICRO_BATCH
     )  # type: ignore[arg-type]
-    clipped = ClippedSum(
+    clipped = SUMS["two_pass" if engine_name == TWO_PASS else "bookkeeping"](
         engine.module,
         1.0,
         shapes=engine.shapes,
-        mode="two_pass" if engine_name == TWO_PASS else "bookkeeping",
-        self_check=False,
     )
     run = a_mechanism(engine, clipped, NamedNoise(engine), SIGMA, NUM_EXAMPLES)
     for step, counts in enumerate(DEALS[collectives.world_size()], start=1):

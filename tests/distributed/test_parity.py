@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.batch import Batch
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine, Piece, ShardLayout
 from privacy.step.step import train_step
@@ -129,14 +129,12 @@ def on_ranks(
 def _steps(device: torch.device, case: Case, num_steps: int) -> dict[str, Tensor]:
     engine = build(device, case.engine, case.optimizer)
     sigma = SIGMA if case.noisy else 0.0
-    clipped = ClippedSum(
+    clipped = SUMS["two_pass" if case.engine == TWO_PASS else "bookkeeping"](
         engine.module,
         MAX_GRAD_NORM,
         shapes=engine.shapes,
-        mode="two_pass" if case.engine == TWO_PASS else "bookkeeping",
         accumulator=ACCUMULATORS[case.accumulation],
         noise_multiplier=sigma,
-        self_check=False,
     )
     run = a_mechanism(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
     run.learning_rate = lambda step: OPTIMIZERS[case.optimizer].peak_lr
@@ -192,7 +190,7 @@ ROWS = 4
 def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
     """What steps without any example, which are noise alone, hand to the optimizer: (rows, length) by owned piece."""
     engine = build(device, name)
-    clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False)
+    clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes)
     run = a_mechanism(engine, clipped, NamedNoise(engine), SIGMA, NUM_EXAMPLES)
     owned, rows = engine.layout.owned_by(distributed.rank()), list[list[np.ndarray]]()
     take = engine.step
@@ -253,7 +251,7 @@ def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray,
     engine, noise = build(device, name), RecordedNoise()
     run = a_mechanism(
         engine,
-        ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False),
+        ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes),
         noise,
         2.0,
         4,
@@ -296,7 +294,7 @@ def _bf16_sums(
         Batch({k: v[i : i + 1] for k, v in inputs.items()}, torch.tensor([False])) for i in mine
     ]
     exact = {n: torch.zeros(s.numel(), dtype=torch.float64) for n, s in engine.shapes.items()}
-    clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes, self_check=False)
+    clipped = ClippedSum(engine.module, MAX_GRAD_NORM, shapes=engine.shapes)
     for batch in batches:
         clipped.zero_()
         _add(engine, clipped, batch)
@@ -312,7 +310,6 @@ def _bf16_sums(
             MAX_GRAD_NORM,
             shapes=engine.shapes,
             accumulator=ACCUMULATORS[kind],
-            self_check=False,
         )
         for batch in batches:
             _add(engine, clipped, batch)

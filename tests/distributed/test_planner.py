@@ -21,7 +21,7 @@ from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.engines import build_engine
 from trainer.planner.memory import FP32, FP64, rank_memory, trained_count
-from trainer.run.memory_estimate import MemoryTimeline
+from trainer.planner.probe import MemoryTimeline
 
 CASES = [
     ("local", "zero1"),
@@ -53,7 +53,6 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
         accumulator=accumulator,
         cap=CAP,
         rows=CAP,
-        self_check=False,
     )
     sums: Any = clipped.accumulator
     collectives.traffic.reset()

@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from tests.docs.pages import ROOT, blocks, commands
 from tests.processes import quiet_environment, run_python
-from trainer.planner.signal import NoiseToSignal
+from trainer.noise_to_signal import NoiseToSignal
 
 PAGE = "docs/own_pictures.md"
 

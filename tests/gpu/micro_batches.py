@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step import Workload, largest_micro_batch, make_step, matrix_peak
 from tests.gpu.checks import Check, Setting
-from trainer.planner.probe import count_flops
+from trainer.planner.probe import MemoryTimeline, count_flops
 
 MODES = ("non_private", "bookkeeping", "two_pass")
 FULL = (Workload("dpcap_base", 128, 7, "dpcap_base"), Workload("dpcap_large", 64, 7, "dpcap_large"))
@@ -108,7 +108,6 @@ def _memory(workload: Workload, dtype: torch.dtype, name: str, is_target: bool) 
 
 def _predicted_growth(workload: Workload, dtype: torch.dtype) -> float:
     """Bytes that one more example takes, by the same meta-device timeline that plan.py uses."""
-    from trainer.run.memory_estimate import MemoryTimeline
 
     def peak(size: int) -> int:
         step = make_step(

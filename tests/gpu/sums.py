@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.arithmetic.fused import can_compile
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from privacy.clipping.clipped_sum import Mode
 from privacy.guards.selfcheck import check_against_autograd
 from tests.gpu.checks import Check, Setting
@@ -97,7 +97,7 @@ def expected_sum(made: Made, dtype: torch.dtype) -> tuple[dict[str, Tensor], flo
 
 def error_of(made: Made, bound: float, mode: Mode, expected: Mapping[str, Tensor]) -> float:
     model, inputs = made
-    clipped = ClippedSum(model, bound, mode=mode, self_check=False)
+    clipped = SUMS[mode](model, bound)
     try:
         clipped.add_micro_batch(model, inputs, nobody_padding(inputs))
         found = {name: total.double().cpu() for name, total in clipped.sums()}
@@ -180,7 +180,7 @@ def _waits(setting: Setting) -> Iterator[Check]:
     """Host synchronisations inside a micro-batch: counted by the driver on CUDA, by operations that would wait on CPU."""
     for (name, make), mode, dtype in itertools.product(MODELS.items(), MODES, TOLERANCE):
         model, inputs = moved(deepcopy(make()), setting.device, dtype)
-        clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)
+        clipped = SUMS[mode](model, 1.0)
         is_padding_B = nobody_padding(inputs)
         clipped.add_micro_batch(model, inputs, is_padding_B)  # hooks and buffers are made
         found = _waits_of(setting, lambda: clipped.add_micro_batch(model, inputs, is_padding_B))  # noqa: B023 - at once

@@ -73,7 +73,7 @@ def opened(kind: str = "floating", **changes: Any) -> Opened:
     plan = make_plan(PlanRequest(**asked | KINDS[kind] | changes))
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
     model = model.double() if kind == "float64" else model
-    clipped = clipper_of(plan, model, rows=most_rows(plan, 8), self_check=False)
+    clipped = clipper_of(plan, model, rows=most_rows(plan, 8))
     shapes = {name: p.shape for name, p in model.named_parameters()}
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")
     return Opened(

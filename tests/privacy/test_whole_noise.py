@@ -50,8 +50,8 @@ class Zero(nn.Module):
 
 def sum_of(x_ND: Tensor) -> np.ndarray:
     """The clipped sum that an adversary computes, who knows all examples."""
-    clipped = ClippedSum(Zero(), 1.0, cap=N, rows=N, self_check=False)
-    clipped.add_micro_batch(clipped._model, {"x_BD": x_ND}, torch.zeros(N, dtype=torch.bool))
+    clipped = ClippedSum(Zero(), 1.0, cap=N, rows=N)
+    clipped.add_micro_batch(clipped.model, {"x_BD": x_ND}, torch.zeros(N, dtype=torch.bool))
     return dict(clipped.sums())["head.weight"].flatten().numpy()
 
 
@@ -184,7 +184,7 @@ def step_of(mode: str, noise: Any, bound: float, sigma: float = 1.5) -> tuple[Cl
     plan = make_plan(PlanRequest(**fields | changed))  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 1)).to(dtype)
-    clipped = clipper_of(plan, model, accumulator=accumulator, rows=64, self_check=False)
+    clipped = clipper_of(plan, model, accumulator=accumulator, rows=64)
     engine, x_BD = Captured(model), torch.randn(48, SIDE, dtype=dtype)
     mechanism = Mechanism(
         plan=plan,
@@ -283,7 +283,7 @@ def test_contract_7_a_step_with_enormous_noise_draws_what_it_states() -> None:
     source = Reals()
     clipped, engine = step_of("8 bytes", source, 1.0, sigma=1e4)
     assert clipped.exponent is not None and max(source.deviations) <= MOST_DEVIATION
-    usual = ClippedSum(clipped._model, 1.0, cap=clipped.grid.rows, self_check=False)
+    usual = ClippedSum(clipped.model, 1.0, cap=clipped.grid.rows)
     assert usual.exponent is not None and usual.exponent > clipped.exponent
     spread = torch.cat(engine.values).std() * 24
     assert 0.98 < float(spread) / 1e4 < 1.02
@@ -293,7 +293,7 @@ def test_contract_7_a_step_with_enormous_noise_draws_what_it_states() -> None:
 
 @pytest.mark.parametrize(("made_for", "drawn"), [(1.0, 0.0), (0.0, 1.0)])
 def test_contract_7_a_step_is_there_exactly_where_noise_is(made_for: float, drawn: float) -> None:
-    clipped = ClippedSum(nn.Linear(3, 1), 1.0, noise_multiplier=made_for, self_check=False)
+    clipped = ClippedSum(nn.Linear(3, 1), 1.0, noise_multiplier=made_for)
     assert (clipped.exponent is None) == (made_for == 0)
     with pytest.raises(PrivacyConfigError, match=f"noise_multiplier={drawn:g}"):
         clipped.release(drawn)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from models.captioner import build_captioner
 from models.config import captioner_config
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from trainer.engines.blocks import checkpoint_blocks
-from trainer.run.memory_estimate import MemoryTimeline
+from trainer.planner.probe import MemoryTimeline
 
 MODES = ["bookkeeping", "two_pass"]
 WAYS: dict[str, Any] = {
@@ -54,7 +54,7 @@ def inputs(dtype: torch.dtype = torch.float32, B: int = 4) -> dict[str, Tensor]:
 
 
 def clipped_sum(model: nn.Module, mode: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    clipped = ClippedSum(model, 0.05, mode=mode, self_check=False)
+    clipped = SUMS[mode](model, 0.05)
     stats = clipped.add_micro_batch(model, inputs(dtype), torch.tensor([False, False, True, False]))
     assert stats.num_clipped > 0
     return dict(clipped.sums())
@@ -74,7 +74,7 @@ def test_the_sum_is_the_same(mode: str, way: str) -> None:
 def peak(mode: str, way: str) -> int:
     """Sixteen examples, so that activations weigh more than the fp64 sums, which every mode holds."""
     model, batch = checkpointed(captioner(), way), inputs(B=16)
-    clipped = ClippedSum(model, 0.05, mode=mode, self_check=False)  # type: ignore[arg-type]
+    clipped = SUMS[mode](model, 0.05)  # type: ignore[arg-type]
     with MemoryTimeline() as memory:
         clipped.add_micro_batch(model, batch, torch.zeros(16, dtype=torch.bool))
     return max(memory.live_bytes)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
+from privacy.guards.neighbours import require_neighbours_apart
 from privacy.step import collectives
-from privacy.step.engine import require_neighbours_apart
 
 
 class Mixing(nn.Module):

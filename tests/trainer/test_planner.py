@@ -21,7 +21,7 @@ from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.recipe import RunConfig, load_config
 from trainer.engines import require_supported
 from trainer.errors import ConfigError
-from trainer.planner.hardware import GPUS, find_gpu
+from trainer.hardware import GPUS, find_gpu
 from trainer.planner.memory import largest_that_fits, trained_count
 from trainer.planner.probe import count_flops
 from trainer.planner.resources import (

@@ -30,9 +30,9 @@ from privacy.step import collectives
 from privacy.step.averaging import WeightAverage
 from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
+from trainer.hardware import known_peak
 from trainer.loop.heldout import Heldout, HeldoutResults
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics, Session, as_fp32, fp32_above
-from trainer.planner.hardware import known_peak
 
 PLAIN_INTERVAL_SECONDS = 30.0
 IMPORTANCE = ("eps", "eta", "loss")

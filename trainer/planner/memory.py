@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from privacy.clipping.clipped_sum import Mode
 from privacy.noise.source import MOST_DRAWN
 from privacy.step.engine import repeated_blocks
 from privacy.sums.grid import EXAMPLES_PER_PART, Grid, num_bytes
@@ -22,12 +21,9 @@ from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
 from trainer.engines.layouts import flat_partition, layout_of
+from trainer.memory import USABLE
 from trainer.optimizers import group_names, moments
 
-USABLE = 0.8
-"""This part of the available memory is used; the rest is for scratch memory inside of operations and for fragmentation."""
-WORTHWHILE = 0.9
-"""two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
 FP32, FP64 = 4, 8
 PERSISTENT = 100_000
 """DeepSpeed's default of stage3_param_persistence_threshold: smaller parameters stay gathered."""
@@ -215,22 +211,6 @@ def rank_memory(
         step=max(max(sums, FP64 * owned) + packed, FP64 * owned + noised, stepping) - sums,
         host=on_host,
     )
-
-
-def better_mode(
-    needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]
-) -> tuple[Mode, int | None]:
-    """The clipping mode, and what two passes need where that was asked for; for a start as for a plan.
-
-    Args:
-        needed: bytes by bookkeeping, with all that training allocates later.
-        usable: bytes that all of this may take; None where nobody knows.
-        needed_in_two_passes: the same as `needed`; it is called only where bookkeeping does not fit.
-    """
-    if usable is None or needed <= usable:
-        return "bookkeeping", None
-    less = needed_in_two_passes()
-    return ("two_pass" if less < WORTHWHILE * needed else "bookkeeping"), less
 
 
 def largest_that_fits(

@@ -2,23 +2,29 @@
 
 Meta tensors have shapes and no values, so a model of any size costs microseconds an operation, and every size of micro-batch
 can be asked for itself: nothing is extrapolated (the captioner's head, for one, works in another way above a certain size).
-The operations are those of the CPU path, with the fused attention that CPU and CUDA both have. On CUDA some fp32 copies of
-bf16 tensors do not exist, so the peak is an upper bound there; scratch memory inside of kernels is not seen.
+What is alive when depends on the model and the clipping mode, and any list of it by hand would be wrong for the next model: so
+every tensor is counted from birth to death. The operations are those of the CPU path, with the fused attention that CPU and
+CUDA both have. On CUDA some fp32 copies of bf16 tensors do not exist, so the peak is an upper bound there; scratch memory inside
+of kernels is not seen.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+)  # the one private name here: flop_counter is built on it too
 from torch.utils.flop_counter import FlopCounterMode
 
 from privacy.certified.certified_sum import CertifiedSum
+from privacy.clipping import ClippedSum, TwoPassSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.mechanism import clipper_of
@@ -26,7 +32,6 @@ from privacy.sums.grid import EXAMPLES_PER_PART, Grid
 from privacy.sums.local import LocalSums
 from trainer.config.machine import MachineSettings
 from trainer.engines.blocks import checkpoint_blocks
-from trainer.run.memory_estimate import MemoryTimeline
 from trainer.tasks import TrainingTask
 
 META = torch.device("meta")
@@ -47,7 +52,8 @@ def count_flops(work: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def with_fused_attention() -> AbstractContextManager[object]:
+@contextmanager
+def with_fused_attention() -> Iterator[None]:
     """Takes the fused kernel of CPU and CUDA, which keeps no attention matrix; for meta tensors torch would write it out.
 
     (A TorchFunctionMode would not do: it is off during a backward pass, where checkpointed blocks run again.)
@@ -65,7 +71,57 @@ def with_fused_attention() -> AbstractContextManager[object]:
             query, key, value, attn_mask, True, 0.0, is_causal
         )[0]
 
-    return mock.patch.object(F, "scaled_dot_product_attention", fused)
+    written_out = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = written_out
+
+
+class MemoryTimeline(TorchDispatchMode):
+    """Live bytes of the tensors that are made while it is active, after every operation; on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.live_bytes: list[int] = []
+        self._live = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _plain_tensors((args, kwargs)):
+            self._meet(tensor, is_new=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _plain_tensors(out):
+            self._meet(tensor, is_new=True)
+        self.live_bytes.append(self._live)
+        return out
+
+    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+        """Counts a storage that an operation made; one that is first met as an input was there before."""
+        storage = tensor.untyped_storage()
+        key = id(storage)  # torch keeps one Python object per living storage
+        if key in self._known:
+            return
+        self._known[key] = storage.nbytes() if is_new else 0
+        self._live += self._known[key]
+
+        def forget() -> None:
+            self._live -= self._known.pop(key)
+
+        weakref.finalize(storage, forget)
+
+
+def _plain_tensors(tree: Any) -> Iterator[Tensor]:
+    """All tensors with a storage of their own in nested arguments; wrappers like DTensor have none."""
+    if type(tree) in (Tensor, torch.nn.Parameter):
+        if tree.layout == torch.strided:
+            yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _plain_tensors(item)
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(list(tree.values()))
 
 
 class Probe:
@@ -95,19 +151,28 @@ class Probe:
         # `cpu_checkpointing` copies, which meta tensors cannot do: a block's inputs count as if they stayed.
         checkpoint_blocks(self.module, replace(machine, checkpoint_on_cpu=False))
 
+        self._plan, self._num_rows, self._weights_of_one_pass = plan, rows, weights_of_one_pass
+        self.clipped = self._clipper("bookkeeping")
+        self.peak = cache(self._peak)  # it is asked again for the same size
+
+    def _clipper(self, mode: Mode) -> ClippedSum:
         def unlimited(
             shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device
         ) -> LocalSums:
-            return LocalSums(
-                shapes, replace(grid, rows=None), device
-            )  # micro-batches of every size are tried
+            # Micro-batches of every size are tried.
+            return LocalSums(shapes, replace(grid, rows=None), device)
 
-        self.clipped = clipper_of(
-            plan, self.module, accumulator=unlimited, rows=rows, self_check=False
+        clipped = clipper_of(
+            self._plan, self.module, mode=mode, accumulator=unlimited, rows=self._num_rows
         )
-        if weights_of_one_pass:
-            self.clipped._keeps_graph = False  # two passes take two forwards
-        self.peak = cache(self._peak)  # it is asked again for the same size
+        if isinstance(clipped, TwoPassSum):
+            clipped.keeps_graph &= not self._weights_of_one_pass
+        return clipped
+
+    def _set_mode(self, mode: Mode) -> None:
+        if self.clipped.mode not in (mode, "certified"):
+            self.clipped.detach()
+            self.clipped = self._clipper(mode)
 
     def inputs(self, size: int) -> dict[str, Tensor]:
         """Inputs of `size` examples on the meta device."""
@@ -118,40 +183,33 @@ class Probe:
             for name, (shape, dtype) in self._rows.items()
         }
 
-    def _run(self, mode: Mode, size: int) -> int:
+    def _run(self, size: int) -> int:
         """Clips a micro-batch, as many examples of it as clipping works off together, which it returns."""
         part = min(size, EXAMPLES_PER_PART)
         if isinstance(self.clipped, CertifiedSum):
-            part = self.clipped.rows_at_once(part)
-        self.clipped.mode = mode
+            part = self.clipped.size_of_part(part)
         is_padding_B = torch.zeros(part, dtype=torch.bool, device=META)
         self.clipped.add_micro_batch(self.module, self.inputs(part), is_padding_B)
         return part
 
     def _peak(self, mode: Mode, size: int) -> int:
         """Bytes alive at the highest point of a micro-batch, inputs included, on top of weights and sums."""
+        self._set_mode(mode)
         self.clipped.accumulator.start(0)  # makes the sums, which do not count here
         with with_fused_attention(), MemoryTimeline() as timeline:
-            part = self._run(mode, size)
+            part = self._run(size)
         self.clipped.zero_()
         rest = sum(x.nbytes for x in self.inputs(size - part).values()) if size > part else 0
         return max(timeline.live_bytes, default=0) + rest
 
     def flops(self, mode: Mode, size: int) -> int:
         """Operations of matrix products and attention for one example of a micro-batch; rows of padding take as many."""
+        self._set_mode(mode)
         parts: list[int] = []
         with with_fused_attention():
-            counted = count_flops(lambda: parts.append(self._run(mode, size)))
+            counted = count_flops(lambda: parts.append(self._run(size)))
         self.clipped.zero_()
         return counted // parts[0]
-
-
-def flops_of_an_example(task: TrainingTask) -> int:
-    """Operations of one example's forward and backward without privacy, as model FLOPs utilisation counts them."""
-    inputs = {
-        name: torch.empty_like(x, device=META) for name, x in task.synthetic_inputs(1).items()
-    }
-    return plain_flops(task.skeleton(), inputs)
 
 
 def plain_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:

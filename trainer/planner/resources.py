@@ -24,21 +24,14 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.plan.numbers import PrivacyPlan
 from privacy.sampling.rows import most_of_share
 from privacy.step.batches import num_micro_batches
-from privacy.sums.grid import EXAMPLES_PER_PART
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.engines import require_supported
+from trainer.hardware import Gpu
 from trainer.optimizers import moments
-from trainer.planner.hardware import Gpu
-from trainer.planner.memory import (
-    RankMemory,
-    better_mode,
-    largest_that_fits,
-    rank_memory,
-    trained_count,
-)
+from trainer.planner.memory import largest_that_fits, rank_memory, trained_count
 from trainer.planner.probe import Probe, plain_flops
-from trainer.planner.roofline import roofline
+from trainer.run.clipping_mode import better_mode
 from trainer.tasks import CaptioningTask, TrainingTask, make_task
 
 EFFICIENCY = 0.35
@@ -204,7 +197,7 @@ def plan_resources(
     """Everything that `plan.py` prints but the privacy; JSON-ready. Bytes, FLOP, seconds; per rank unless it says otherwise.
 
     Args:
-        whole: False leaves out the largest micro-batch and the ratio of clipping by the roofline, which take most of the time.
+        whole: False leaves out the largest micro-batch, which takes most of the time.
 
     Raises:
         ConfigError: the engine cannot do what the ds_config says, or the accelerator cannot compute in its dtype.
@@ -225,14 +218,17 @@ def plan_resources(
     count = plan.max_batch_size if plan.enabled else expected
     number = micro_batches(config, count, world_size, cluster.ranks_per_node)
     on_cpu = gpu is not None and gpu.name == "cpu"
-    probe, memory = probed(
-        config,
-        machine,
+    one_pass = engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
+    probe = Probe(task, machine, plan, rows=2 * number * size, weights_of_one_pass=one_pass)
+    memory = rank_memory(
+        probe.model,
         engine,
-        task,
-        plan,
-        rows=2 * number * size,
+        machine,
+        config.optimizer,
+        accumulation=config.train.accumulation,
         world_size=world_size,
+        grid=probe.clipped.grid,
+        average=config.train.ema_decay is not None,
         on_cpu=on_cpu,
     )
     parameters = trained_count(probe.model)
@@ -245,7 +241,7 @@ def plan_resources(
     )
     if config.privacy.arithmetic == "certified":
         mode = "certified"
-    elif config.privacy.clipping_mode == "auto" and gpu is not None:  # as a start would choose
+    elif config.privacy.clipping_mode == "auto" and gpu is not None:  # as a start does by trial
         mode, _ = better_mode(
             probe.peak(mode, size) + top, free + top, lambda: probe.peak("two_pass", size) + top
         )
@@ -296,11 +292,6 @@ def plan_resources(
         if whole
         else None,
     }
-    if whole and not on_cpu and mode != "certified":
-        probe.clipped.mode = mode
-        part = probe.inputs(min(size, EXAMPLES_PER_PART))
-        private, plain = roofline(probe.clipped, probe.module, part, gpu)
-        result["compute"]["clipping_ratio"] = private.total("seconds") / plain.total("seconds")
     lattice = (
         LATTICE_BYTES * parameters * number * size / gpu.memory_bandwidth
         if mode == "certified"
@@ -333,34 +324,6 @@ def plan_resources(
             "and workers, or the device waits"
         )
     return result
-
-
-def probed(
-    config: RunConfig,
-    machine: MachineSettings,
-    engine: EngineName,
-    task: TrainingTask,
-    plan: PrivacyPlan,
-    *,
-    rows: int,
-    world_size: int,
-    on_cpu: bool,
-) -> tuple[Probe, RankMemory]:
-    """What answers for micro-batches of any size, and everything else that a rank holds; see the two classes."""
-    one_pass = engine == "fsdp" or (engine == "deepspeed" and machine.stage == 3)
-    probe = Probe(task, machine, plan, rows=rows, weights_of_one_pass=one_pass)
-    memory = rank_memory(
-        probe.model,
-        engine,
-        machine,
-        config.optimizer,
-        accumulation=config.train.accumulation,
-        world_size=world_size,
-        grid=probe.clipped.grid,
-        average=config.train.ema_decay is not None,
-        on_cpu=on_cpu,
-    )
-    return probe, memory
 
 
 def allocation(

@@ -112,7 +112,7 @@ def privacy_table(result: dict[str, Any]) -> Table:
 
 
 def _add_signal(table: Table, signal: dict[str, Any]) -> None:
-    """Noise against signal; see `trainer.planner.signal`."""
+    """Noise against signal; see `trainer.noise_to_signal`."""
     table.add_section()
     note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
     table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
@@ -161,7 +161,6 @@ _NOTES = {
     "for_activations": "with a margin of 20 %",
     "largest_micro_batch": "1,024 at most",
     "clipping_flop_ratio": "of a non-private step",
-    "clipping_ratio": "time of a micro-batch to a non-private one: a paper bound, see benchmarks/roofline.py",
     "flop_per_step": "all ranks, matrix products and attention",
     "staged_bytes_per_node": "with data.staging",
     "lattice_seconds_per_step": "to round and to check whole numbers",

@@ -8,7 +8,7 @@ from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY, say
 from privacy.run.run import Run
 from trainer.config.machine import MachineSettings
 from trainer.loop.reporting import Training
-from trainer.planner.signal import NoiseToSignal
+from trainer.noise_to_signal import NoiseToSignal
 from trainer.run.clipping_mode import ModeChoice
 from trainer.weights.provenance import initialisation_statement
 

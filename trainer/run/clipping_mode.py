@@ -1,8 +1,8 @@
 """Which clipping mode fits: bookkeeping is faster, two_pass takes less memory, and the sum is the same.
 
-`privacy.clipping_mode = "auto"` takes bookkeeping unless the memory that it is predicted to need is not there on some rank.
-With activation checkpointing bookkeeping keeps what checkpointing would free, and the prediction sees that: it is the planner's,
-of a whole micro-batch of this model on the meta device (trainer/planner/probe.py).
+`privacy.clipping_mode = "auto"` takes bookkeeping unless it does not fit on some rank. Made-up examples are clipped on every rank
+as the run's own will be, in its engine, precision and mode, by a clipper of their own, and what this takes is measured. One
+example goes first, and then the whole micro-batch, if it surely fits: a process that takes more memory than there is gets killed.
 
 Certified arithmetic asks for deterministic kernels, and for integers that depend on the example alone. The first part of the
 hypothesis of docs/certified.md is a matter of settings, the second is looked for on made-up inputs, here also between ranks: an
@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping import ClippedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.errors import PrivacyConfigError
+from privacy.guards.certified_rows import check_rows
 from privacy.guards.neighbours import nothing_is_small
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.mechanism import clipper_of
@@ -34,12 +36,15 @@ from privacy.sums.local import LocalSums
 from privacy.sums.sharded import ShardedSums
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
-from trainer.planner.memory import USABLE, RankMemory, better_mode
-from trainer.planner.resources import probed
-from trainer.run.memory_estimate import available_memory
+from trainer.memory import USABLE, available_memory, taken_memory
+from trainer.optimizers import moments
 from trainer.tasks import TrainingTask
 
 CUBLAS_REPEATS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+WORTHWHILE = 0.9
+"""two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
+UNCERTAIN = 2**24
+"""Bytes by which the system's count of a process's memory may be off."""
 
 
 @dataclass(frozen=True)
@@ -47,90 +52,61 @@ class ModeChoice:
     """What `auto` chose on all ranks, and the numbers of the rank with the least room; bytes.
 
     Attributes:
-        needed: what one micro-batch in bookkeeping mode takes, and what training allocates later.
+        needed: what one micro-batch in bookkeeping mode takes, and what training allocates later; None where the machine does
+            not say how much memory it has.
         needed_in_two_passes: the same for two_pass; None where bookkeeping fits and it was not measured.
         available: bytes for one rank; None where the machine does not say.
     """
 
     mode: Mode
     micro_batch_size: int
-    needed: int
+    needed: int | None
     needed_in_two_passes: int | None
     available: int | None
 
     @property
     def sentence(self) -> str:
         """One line for the console."""
-        chosen, other = self.needed, self.needed_in_two_passes
-        if self.mode == "two_pass":
-            assert other is not None
-            chosen, other = other, chosen
-        room = "" if self.available is None else f" of {_gib(self.available)}"
-        text = f"clipping mode {self.mode} (auto): a micro-batch takes {_gib(chosen)}{room} a rank"
-        if other is not None:
-            text += f"; {'bookkeeping' if self.mode == 'two_pass' else 'two_pass'} would need {_gib(other)}"
-        fits = self.available is None or chosen <= USABLE * self.available
-        return (
-            text
-            if fits
-            else f"{text}; that may be too much: choose a smaller train.micro_batch_size"
-        )
+        text = f"clipping mode {self.mode} (auto)"
+        if self.needed is None or self.available is None:
+            return f"{text}: this machine does not say how much memory is free"
+        needs = {"bookkeeping": self.needed, "two_pass": self.needed_in_two_passes or 0}
+        needed = needs.pop(self.mode)
+        text += f": a micro-batch takes {_gib(needed)} of {_gib(self.available)} a rank"
+        if self.needed_in_two_passes is not None:
+            text += "".join(f"; {mode} would need {_gib(more)}" for mode, more in needs.items())
+        if needed > USABLE * self.available:
+            text += "; that may be too much: choose a smaller train.micro_batch_size"
+        return text
 
 
 def made_clipper(
     config: RunConfig,
-    machine: MachineSettings,
-    engine_name: EngineName,
     plan: PrivacyPlan,
     task: TrainingTask,
     engine: Engine,
     nodes: Sequence[int],
-) -> tuple[ClippedSum, ModeChoice | None]:
-    """The clipper, and how its mode was chosen where the recipe says "auto". Collective.
+    mode: Mode,
+) -> ClippedSum:
+    """The clipper, whose sums repeat where they have to. Collective.
 
     Args:
         nodes: the node of each rank, where each node reads its share of the examples.
+        mode: certified arithmetic has its own.
     """
-    privacy, micro_batch_size = config.privacy, config.train.micro_batch_size
-    rows = most_rows(plan, micro_batch_size, nodes)
-    clipped = clipper_of(
-        plan,
-        engine.module,
-        shapes=engine.shapes,
-        mode="bookkeeping" if privacy.clipping_mode == "auto" else privacy.clipping_mode,
-        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
-        rows=rows,
-        device=engine.device,
-        self_check=False,  # an unsharded copy has passed before (`TrainerStart`)
-    )
+    micro_batch_size = config.train.micro_batch_size
+    clipped = _clipper(config, plan, engine, nodes, mode)
     if isinstance(clipped, CertifiedSum):
         require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
-        return clipped, None
-    choice = None
-    if privacy.clipping_mode == "auto":
-        world_size, on_cpu = collectives.world_size(), engine.device.type == "cpu"
-        probe, memory = probed(
-            config,
-            machine,
-            engine_name,
-            task,
-            plan,
-            rows=rows,
-            world_size=world_size,
-            on_cpu=on_cpu,
-        )
-        choice = choose_mode(
-            memory, lambda mode: probe.peak(mode, micro_batch_size), engine.device, micro_batch_size
-        )
-        clipped.mode = choice.mode
+        return clipped
     if (
-        clipped.mode == "two_pass" and engine.device.type == "cuda"
+        mode == "two_pass" and engine.device.type == "cuda"
     ):  # else its attention adds up in no fixed order
         use_deterministic_kernels()
     # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
-    if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
+    if mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
         try:
             clipped.check_repeatable(
                 engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine)
@@ -141,34 +117,135 @@ def made_clipper(
             raise PrivacyConfigError(
                 f"clipping in two passes is refused: {str(error).splitlines()[0]}"
             ) from error
-    return clipped, choice
+    return clipped
+
+
+def _clipper(
+    config: RunConfig, plan: PrivacyPlan, engine: Engine, nodes: Sequence[int], mode: Mode
+) -> ClippedSum:
+    return clipper_of(
+        plan,
+        engine.module,
+        shapes=engine.shapes,
+        mode=mode,
+        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
+        rows=most_rows(plan, config.train.micro_batch_size, nodes),
+        device=engine.device,
+    )
+
+
+def choose_by_trial(
+    config: RunConfig,
+    machine: MachineSettings,
+    engine_name: EngineName,
+    plan: PrivacyPlan,
+    task: TrainingTask,
+    engine: Engine,
+    nodes: Sequence[int],
+) -> ModeChoice:
+    """Chooses the mode by what made-up examples take, before blocks are compiled, which saves memory. Collective.
+
+    Arguments are those of `made_clipper`.
+    """
+
+    def clip(clipped: ClippedSum, size: int) -> None:
+        inputs = to_device(task.synthetic_inputs(size), engine)
+        is_padding_B = torch.zeros(size, dtype=torch.bool, device=engine.device)
+        clipped.add_micro_batch(engine.module, inputs, is_padding_B)
+
+    def taken(mode: Mode, size: int) -> int | None:
+        clipped = _clipper(config, plan, engine, nodes, mode)
+        try:
+            return taken_memory(partial(clip, clipped, size), engine.device)
+        finally:
+            clipped.detach()
+
+    later = moment_bytes(config, machine, engine_name, engine)
+    return choose_mode(taken, later, engine.device, config.train.micro_batch_size)
+
+
+def moment_bytes(
+    config: RunConfig, machine: MachineSettings, engine_name: EngineName, engine: Engine
+) -> int:
+    """Returns the bytes of the optimizer's states, which the first step makes on this rank's device."""
+    if machine.offload_optimizer or (engine_name == "fsdp" and machine.offload_param):
+        return 0
+    # The replicas of a shard own it together, and each steps all of it.
+    num_shards = 1 if engine.replicated else machine.shard_group_size or collectives.world_size()
+    total = sum(shape.numel() for shape in engine.shapes.values())
+    stepped = max(engine.layout.count(collectives.rank()), -(-total // num_shards))
+    return torch.float32.itemsize * len(moments(config.optimizer)) * stepped
 
 
 def choose_mode(
-    memory: RankMemory,
-    peak: Callable[[Mode], int],
+    taken: Callable[[Mode, int], int | None],
+    later: int,
     device: torch.device,
     micro_batch_size: int,
     available: Callable[[torch.device], int | None] = available_memory,
 ) -> ModeChoice:
-    """The mode, equal on all ranks. Collective.
+    """Chooses the mode, equal on all ranks. Collective.
 
     Args:
-        memory: of the busiest rank.
-        peak: bytes of a micro-batch in a mode.
+        taken: clips made-up examples, so many in a mode, and returns the bytes that this takes on this rank.
+        later: bytes that this rank allocates after its first micro-batch.
     """
     on_device: dict[tuple[str, str], list[int]] = {}  # ranks may share one, such as a host's CPU
     for host, name, free in collectives.gather_objects(
         (socket.gethostname(), str(device), available(device))
     ):
         on_device.setdefault((host, name), []).extend([] if free is None else [free])
-    room = min((min(known) // len(known) for known in on_device.values() if known), default=None)
-    later = memory.sums + memory.on_top + memory.average
-    needed = later + peak("bookkeeping")
-    mode, less = better_mode(
-        needed, None if room is None else USABLE * room, lambda: later + peak("two_pass")
-    )
-    return ModeChoice(mode, micro_batch_size, needed, less, room)
+    room = min((min(parts) // len(parts) for parts in on_device.values() if parts), default=None)
+    if room is None:
+        return ModeChoice("bookkeeping", micro_batch_size, None, None, None)
+    usable = int(USABLE * room)
+
+    def needed(mode: Mode) -> int:
+        return needed_memory(
+            lambda size: max(collectives.gather_objects(later + (taken(mode, size) or 0))),
+            micro_batch_size,
+            usable,
+        )
+
+    in_one_pass = needed("bookkeeping")
+    mode, in_two_passes = better_mode(in_one_pass, usable, lambda: needed("two_pass"))
+    return ModeChoice(mode, micro_batch_size, in_one_pass, in_two_passes, room)
+
+
+def needed_memory(measure: Callable[[int], int], size: int, usable: int) -> int:
+    """Returns the bytes that `size` examples need: measured where they fit, and else estimated from fewer that do.
+
+    Memory grows at most in proportion to the number of examples, so two measurements bound all larger ones.
+
+    Args:
+        measure: runs that many examples and returns the bytes that they need.
+        usable: no micro-batch is run that may need more, but for one or two examples.
+    """
+    count, most, growth = 0, 0, 0.0
+    following = 1
+    while count < following:
+        before, less = count, most
+        count, most = following, measure(following)
+        growth = (max(0, most - less) + UNCERTAIN) / (count - before)
+        if most <= usable:
+            following = min(size, max(count + int((usable - most) / growth), 2))
+    return most if count == size else int(most + growth * (size - count))
+
+
+def better_mode(
+    needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]
+) -> tuple[Mode, int | None]:
+    """Returns the mode, and what two passes need where that was asked for; for a start as for a plan.
+
+    Args:
+        needed: bytes by bookkeeping, with all that training allocates later.
+        usable: bytes that all of this may take; None where nobody knows.
+        needed_in_two_passes: the same as `needed`; it is called only where bookkeeping does not fit.
+    """
+    if usable is None or needed <= usable:
+        return "bookkeeping", None
+    less = needed_in_two_passes()
+    return ("two_pass" if less < WORTHWHILE * needed else "bookkeeping"), less
 
 
 def _gib(count: float) -> str:
@@ -205,7 +282,7 @@ def require_same_integers(
     try:
         # Weights near zero would hide the gradients before them. Shards are left as they are.
         with nothing_is_small(engine.module) if holds_whole_weights(engine) else nullcontext():
-            found = clipped.check_rows(engine.module, inputs)
+            found = check_rows(clipped, engine.module, inputs)
         digests = {
             name: hashlib.sha256(z.cpu().numpy().tobytes()).hexdigest() for name, z in found.items()
         }

@@ -30,7 +30,7 @@ from privacy.step.collectives import on_main, say
 from privacy.step.folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
-from trainer.planner.hardware import gpu_of
+from trainer.hardware import gpu_of
 from trainer.planner.resources import Cluster, examples, plan_resources
 from trainer.ranks.discovery import Ranks
 from trainer.run.announce import announce

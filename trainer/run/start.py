@@ -21,6 +21,7 @@ from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
 from privacy.clipping.clipped_sum import Mode
 from privacy.errors import DONE
+from privacy.guards.neighbours import require_neighbours_apart
 from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.ledger.claim import LedgerBehind
 from privacy.noise.source import NoiseSource, SystemNoise
@@ -37,7 +38,6 @@ from privacy.step.engine import (
     ShardState,
     even_layout,
     flat_part,
-    require_neighbours_apart,
     to_device,
 )
 from privacy.step.folder import RunFolder
@@ -50,8 +50,8 @@ from trainer.errors import ConfigError
 from trainer.loop.fit import fit
 from trainer.loop.heldout import Heldout
 from trainer.loop.reporting import Training
+from trainer.memory import total_memory
 from trainer.optimizers import learning_rate, moments
-from trainer.planner.probe import flops_of_an_example
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.ranks.rendezvous import require_shared
@@ -59,6 +59,7 @@ from trainer.run.announce import announce, conclude
 from trainer.run.clipping_mode import (
     CUBLAS_REPEATS,
     ModeChoice,
+    choose_by_trial,
     made_clipper,
     use_deterministic_kernels,
 )
@@ -70,7 +71,6 @@ from trainer.run.datasets import (
     training_table,
 )
 from trainer.run.ledger import open_run_ledger, require_places
-from trainer.run.memory_estimate import total_memory
 from trainer.tasks import TrainingTask, make_task
 from trainer.weights.provenance import Start
 from trainer.weights.start import (
@@ -356,19 +356,25 @@ class TrainerStart:
         )
         if resumed is not None:
             resumed.restore(engine, moments(config.optimizer))
+        average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
+        self.average = average
         require_neighbours_apart(
             engine, engine.module, task.synthetic_inputs, train.micro_batch_size
         )
+        mode: Mode = "certified"
+        if plan.lattice is None and config.privacy.clipping_mode == "auto":
+            self.choice = choose_by_trial(
+                config, machine, self.engine_name, plan, task, engine, self.nodes
+            )
+            mode = self.choice.mode
+        elif plan.lattice is None:
+            mode = config.privacy.clipping_mode
         if train.compile:
             compile_blocks(engine.module)
-        clipped, self.choice = made_clipper(
-            config, machine, self.engine_name, plan, task, engine, self.nodes
-        )
+        clipped = made_clipper(config, plan, task, engine, self.nodes, mode)
         self.require_sums_at_size(engine, clipped.mode)
         source = self.noise or SystemNoise()
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
-        average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
-        self.average = average
 
         def stored() -> Stored:
             states = average.states() if average is not None else engine.state()
@@ -400,7 +406,7 @@ class TrainerStart:
 
     def training(self, run: Run) -> Training:
         """An open run with what the trainer built for it."""
-        flops = flops_of_an_example(self.task)
+        flops = self.task.flops_of_an_example()
         return Training(
             self.config, run, self.loader, self.heldout, self.average, flops, self.model_facts
         )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from data.batch import Batch
 from data.examples.examples import MakeExample
@@ -95,9 +96,19 @@ class TrainingTask:
         return self.model_class.build(config, generator=generator, after=after)
 
     def skeleton(self) -> VisionModel:
-        """The model on the meta device: shapes without weights, for planning (trainer/planner)."""
+        """The model on the meta device: shapes without weights, for planning."""
         with torch.device("meta"):
             return self.model_class(self.model_config)
+
+    def flops_of_an_example(self) -> int:
+        """Counts floating-point operations of one example's forward and backward without privacy, for utilisation.
+
+        Those of matrix products and attention are counted, on shapes alone; a product of two numbers and its sum are two.
+        """
+        inputs = {name: x.to("meta") for name, x in self.synthetic_inputs(1).items()}
+        with FlopCounterMode(display=False) as counter:
+            self.skeleton()(**inputs).sum().backward()
+        return int(counter.get_total_flops())
 
     def make_example(self, *, train: bool) -> MakeExample:
         """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""

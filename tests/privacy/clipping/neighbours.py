@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from models.vocabulary_head import VocabularyHead
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clip_factors import FUNCTIONS, ClippingFunction
 from privacy.clipping.clipped_sum import Mode
 from privacy.gradients import per_example_gradients as contributions
@@ -389,9 +389,7 @@ def sizes_of(
     )  # rows of another word may have thrice as much (`ByChunks`)
     bound = of.bound or 2.0 ** math.ceil(math.log2(8 * most))
     cap = len(values_NTL) if of.has_cap else None
-    clipped = ClippedSum(
-        model, bound, function=watched(of.function, seen), cap=cap, **more, self_check=False
-    )
+    clipped = ClippedSum(model, bound, function=watched(of.function, seen), cap=cap, **more)
     unit = clipped.accumulator.unit
     assert unit is not None
     values = values_NTL.to(device, DTYPES[of.dtype])
@@ -575,9 +573,7 @@ def clipped_for(of: Pair, device: torch.device) -> tuple[nn.Module, ClippedSum]:
     """Returns the pair's model and its sum."""
     model = Beside(of.layers).to(device, DTYPES[of.dtype])
     function = FUNCTIONS[of.function]
-    return model, ClippedSum(
-        model, of.bound, mode=of.mode, function=function, cap=of.cap, self_check=False
-    )
+    return model, SUMS[of.mode](model, of.bound, function=function, cap=of.cap)
 
 
 def size_of(of: Pair, device: torch.device) -> float:

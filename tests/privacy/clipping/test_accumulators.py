@@ -29,7 +29,7 @@ from privacy.sums.sharded import ShardedSums
 from privacy.sums.totals import Slot, Total, add_together, real
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping.neighbours import Product
-from trainer.run.memory_estimate import MemoryTimeline
+from trainer.planner.probe import MemoryTimeline
 
 CPU = torch.device("cpu")
 SIZES = [
@@ -155,7 +155,7 @@ def test_contract_4_half_way_points_reach_the_bound_and_do_not_pass_it(calls: in
     """
     width = 64
     model = torch.nn.Linear(width, width, bias=False)
-    clipped = ClippedSum(model, 1.0, cap=1 << 29, rows=2 * width, self_check=False)
+    clipped = ClippedSum(model, 1.0, cap=1 << 29, rows=2 * width)
     unit = clipped.accumulator.unit
     assert unit is not None
     step = 2.0**-unit.exponent
@@ -338,7 +338,7 @@ def test_contract_6_equal_bits_on_any_ranks_in_any_order(world_size: int) -> Non
 def test_a_model_without_noise_or_bound_keeps_small_gradients() -> None:
     model = torch.nn.Linear(2, 1)
     for bound, sigma, expected in ((math.inf, 1.0, 1e-30), (1.0, 0.0, 1e-30), (1.0, 1.0, 0.0)):
-        clipped = ClippedSum(model, bound, noise_multiplier=sigma, self_check=False)
+        clipped = ClippedSum(model, bound, noise_multiplier=sigma)
         inputs = {"x": torch.full((1, 2), 1e-30)}
         clipped.add_micro_batch(
             lambda x: 1e-30 * model(x).sum(1) * 1e30, inputs, torch.zeros(1, dtype=torch.bool)
@@ -355,10 +355,10 @@ def test_a_huge_micro_batch_is_taken_in_parts() -> None:
     scale = 63.51 / (1 << 23)
     inputs = {"x": torch.zeros(rows, 1, 1), "w": torch.full((rows, 1, width), scale)}
     padding = torch.arange(rows) % 7 == 6
-    total = ClippedSum(model, 1e3, self_check=False)
+    total = ClippedSum(model, 1e3)
     sizes = []
-    count_rows = total._in_one_pass
-    total._in_one_pass = lambda task, part, padded: (
+    count_rows = total._add_part
+    total._add_part = lambda task, part, padded: (
         sizes.append(len(padded)),
         count_rows(task, part, padded),
     )[1]  # type: ignore[method-assign]

@@ -148,7 +148,7 @@ def test_products_in_fp32_and_their_fall_back_give_one_sum(
     }
     sums, forms = [], []
     for is_there in (False, True):
-        total = ClippedSum(model, C, self_check=False)
+        total = ClippedSum(model, C)
         with monkeypatch.context() as patch:
             if is_there:
                 for module in (totals, contributions):

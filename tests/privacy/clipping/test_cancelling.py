@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.certified.certified_sum import CertifiedSum
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.norms import NormTally
 from privacy.gradients.per_example_gradients import Contribution, Dense, OuterProducts, Rows
@@ -45,7 +45,7 @@ def contribution(
     model: nn.Module, inputs: dict[str, Tensor], row: int, bound: float, mode: Mode
 ) -> tuple[float, int]:
     """(length of what one example adds, whether it is counted as cancelled)."""
-    total = ClippedSum(model, bound, mode=mode, self_check=False)
+    total = SUMS[mode](model, bound)
     stats = total.add_micro_batch(model, inputs, torch.arange(10) != row)
     total.detach()
     return oracle.norm(dict(total.sums())), int(stats.num_cancelled)
@@ -106,13 +106,11 @@ def test_a_micro_batch_without_rows_adds_nothing(mode: Mode, dtype: torch.dtype)
         nn.Linear(4, 3), nn.LayerNorm(3), nn.Flatten(), nn.Linear(6, 1), nn.Flatten(0)
     ).to(dtype)
     total = (
-        CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
+        CertifiedSum(model, Lattice.of(1.0, 64, 1.0))
         if mode == "certified"
-        else ClippedSum(
+        else SUMS[mode](
             model,
             1.0,
-            mode=mode,
-            self_check=False,
         )
     )
     some = total.add_micro_batch(

@@ -13,6 +13,7 @@ from privacy.certified import certified_sum
 from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping.clip_factors import FUNCTIONS, ClippingFunction
 from privacy.errors import PrivacyConfigError
+from privacy.guards.certified_rows import check_rows
 from privacy.plan.lattice import Lattice
 from tests.distributed.test_engines import pairs, tiny_captioner
 from tests.privacy.clipping import oracle
@@ -32,7 +33,7 @@ def sums(
     **options: Callable[[list[str], float], ClippingFunction],
 ) -> dict[str, Tensor]:
     """Integers by parameter; `out` rows are padding; the last micro-batch is filled up with padding."""
-    total = CertifiedSum(model, Lattice.of(bound, 1 << 16, 1.0), self_check=False, **options)
+    total = CertifiedSum(model, Lattice.of(bound, 1 << 16, 1.0), **options)
     count = len(next(iter(inputs.values())))
     for start in range(0, count, micro):
         rows = torch.arange(start, start + micro)
@@ -78,8 +79,8 @@ def test_parts_are_of_equal_size_and_change_no_bit(monkeypatch: pytest.MonkeyPat
     in_threes = sums(model, inputs, micro=3)
     coordinates = sum(p.numel() for p in model.parameters() if p.requires_grad)
     monkeypatch.setattr(certified_sum, "WRITTEN_BYTES", 4 * coordinates * 3 + 8)
-    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
-    assert [grid.rows_at_once(n) for n in (12, 7, 8, 2)] == [3, 1, 2, 2]
+    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0))
+    assert [grid.size_of_part(n) for n in (12, 7, 8, 2)] == [3, 1, 2, 2]
     grid.detach()
     assert equal(in_threes, sums(model, inputs, micro=12))
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
@@ -160,13 +161,13 @@ class Leaking(nn.Module):
 def test_the_check_finds_gradients_that_depend_on_others(kind: str) -> None:
     torch.manual_seed(0)
     model = Leaking(kind)
-    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
+    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0))
     with pytest.raises(
         PrivacyConfigError, match=r"(clean|layer)\.(weight|bias).*micro_batch_size = 1"
     ):
-        grid.check_rows(model, {"x": torch.randn(6, 4)})
+        check_rows(grid, model, {"x": torch.randn(6, 4)})
     if kind == "row":  # with one row there is nothing to depend on
-        grid.check_rows(model, {"x": torch.randn(1, 4)})
+        check_rows(grid, model, {"x": torch.randn(1, 4)})
 
 
 @pytest.mark.parametrize(
@@ -175,8 +176,8 @@ def test_the_check_finds_gradients_that_depend_on_others(kind: str) -> None:
 def test_the_check_passes_on_the_captioner(size: int) -> None:
     """And its kernels give an example the same bits in every row."""
     model = tiny_captioner()
-    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0), self_check=False)
-    found = grid.check_rows(model, pairs(size))
+    grid = CertifiedSum(model, Lattice.of(1.0, 64, 1.0))
+    found = check_rows(grid, model, pairs(size))
     assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import VitConfig
 from models.vit import EncoderBlock
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.errors import PrivacyConfigError
 from privacy.gradients.compiled import CompiledTap, compiled_weights
 from tests.distributed.test_engines import double, pairs, tiny_captioner
@@ -67,7 +67,7 @@ def compile_all(blocks: list[nn.Module], backend: str = EAGER) -> None:
 
 
 def clipped(model: nn.Module, inputs: dict[str, Tensor], c: float, mode: str) -> dict[str, Tensor]:
-    total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
+    total = SUMS[mode](model, c)  # type: ignore[arg-type]
     is_padding_B = torch.zeros(len(next(iter(inputs.values()))), dtype=torch.bool)
     for _ in range(2):
         total.zero_()
@@ -96,10 +96,10 @@ def test_compiled_blocks_give_the_oracles_sums_without_graph_breaks(
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     if not checkpointed:
         # No weight gradients: the backward costs as much as the forward, and attention half as much again.
-        total = ClippedSum(model, c, self_check=False)
+        total = ClippedSum(model, c)
         with (
             FlopCounterMode(display=False) as recorded,
-            total._recorder.forward(model, inputs, 5) as passed,
+            total.recorder.forward(model, inputs, 5) as passed,
         ):
             passed.backward(lambda call: None)
         assert recorded.get_total_flops() <= 2.5 * forward.get_total_flops()
@@ -154,7 +154,7 @@ def test_a_compiled_layer_called_twice_on_one_input_counts_twice() -> None:
         backend="aot_eager_decomp_partition"
     )  # joins equal operations, as the default backend does
     for mode in ("bookkeeping", "two_pass"):
-        total = ClippedSum(model, c, mode=mode, self_check=False)  # type: ignore[arg-type]
+        total = SUMS[mode](model, c)  # type: ignore[arg-type]
         total.add_micro_batch(task, inputs, torch.zeros(5, dtype=torch.bool))
         total.detach()
         assert oracle.relative_error(dict(total.sums()), expected) < 1e-9
@@ -179,7 +179,7 @@ def test_a_parameter_without_a_layer_in_a_compiled_block_is_refused(how: str) ->
     else:
         model = nn.Sequential(model[0], torch.compile(model[1], backend=EAGER))
     with pytest.raises(PrivacyConfigError, match=r"1\..*shift is read without a layer"):
-        ClippedSum(model, 1.0, self_check=False)
+        ClippedSum(model, 1.0)
 
 
 def test_weights_of_compiled_blocks_are_found_by_both_ways_to_compile() -> None:
@@ -203,7 +203,7 @@ def test_a_compiled_layer_that_folds_the_batch_is_refused_and_breaks_are_counted
     model = Folded()
     model.compile(backend=EAGER)
     torch._dynamo.utils.counters.clear()
-    total = ClippedSum(model, 1.0, self_check=False)
+    total = ClippedSum(model, 1.0)
     with pytest.raises(PrivacyConfigError, match=r"layer layer \(Linear\) maps \(6, 4\)"):
         total.add_micro_batch(
             lambda x: model(x).sum(), {"x": torch.randn(3, 2, 4)}, torch.zeros(3, dtype=torch.bool)

@@ -25,6 +25,7 @@ from privacy.plan.lattice import Lattice
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.test_wirings import D, Piece, T, freeze_idle, require_exact
+from tests.self_check import Guarded
 
 Use = Callable[[Any, Tensor], Tensor]
 
@@ -217,7 +218,7 @@ def test_a_parameter_that_its_forward_reads_is_copied_for_each_example(
 
 def test_without_a_check_only_what_the_shape_decides_is_copied() -> None:
     with pytest.raises(PrivacyConfigError, match=r"inner\.p.*reads them itself"):
-        ClippedSum(made(raw(lambda m, x: x * m.p, D)), 1.0, self_check=False)
+        ClippedSum(made(raw(lambda m, x: x * m.p, D)), 1.0)
 
 
 @in_both_modes(EXACT, "windows", "called twice", "checkpointed", "LSTM", "weight norm")
@@ -252,8 +253,8 @@ def test_contract_4_one_example_moves_the_sum_by_at_most_c() -> None:
     """Whatever it is: excluded rows are blanked, and no row of a replay reaches another."""
     torch.manual_seed(0)
     model, inputs = made(experts).float(), single(batch(6))
-    total = ClippedSum(model, c := 0.1)
     check_against_autograd(model, single(batch(2)))
+    total = Guarded(ClippedSum(model, c := 0.1))
     without = torch.arange(6) == 2
     total.add_micro_batch(model, inputs, without)
     others = {name: value.clone() for name, value in total.sums()}
@@ -286,8 +287,8 @@ def test_chunks_have_one_shape_that_the_last_is_filled_up_to(
 def test_certified_sums_read_the_same_gradients() -> None:
     torch.manual_seed(0)
     model, inputs = made(windows).float(), single(batch(4))
-    total = CertifiedSum(model, Lattice.of(1.0, 64, 1.0))
     check_against_autograd(model, single(batch(2)))
+    total = Guarded(CertifiedSum(model, Lattice.of(1.0, 64, 1.0)))
     add(total, model, inputs)
     sums = {name: value.double() * 2.0**-total.lattice.exponent for name, value in total.sums()}
     assert oracle.relative_error(sums, oracle.clipped_sum(model, model, inputs, 1.0)) <= 1e-2
@@ -307,7 +308,7 @@ def test_autocast_and_mode_of_the_forward_are_those_of_the_replay() -> None:
 
     model.inner.eval()
     check_against_autograd(model, single(batch(2)), task)
-    total, inputs = ClippedSum(model, 1.0), single(batch(4))
+    total, inputs = Guarded(ClippedSum(model, 1.0)), single(batch(4))
     add(total, task, inputs)
     assert (
         oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, task, inputs, 1.0))
@@ -389,8 +390,8 @@ def test_mixing_is_looked_for_at_the_size_of_training_with_the_fallback_in_place
 
     torch.manual_seed(0)
     model = made(capacity)
-    total = ClippedSum(model, 1.0)
     check_against_autograd(model, batch(2))
+    total = Guarded(ClippedSum(model, 1.0))
     add(total, model, batch(30))
     with pytest.raises(PrivacyConfigError, match="other outputs for examples alone than together"):
         add(total, model, batch(40))
@@ -416,7 +417,7 @@ def test_a_replay_leaves_attributes_as_they_were() -> None:
     torch.manual_seed(0)
     model = made(remembers)
     check_against_autograd(model, batch(2))
-    add(ClippedSum(model, 1.0), model, batch(5))
+    add(Guarded(ClippedSum(model, 1.0)), model, batch(5))
     kept = model.inner.seen["last"]  # type: ignore[union-attr,index]
     assert kept.shape == (5, T, D) and not torch._C._functorch.is_functorch_wrapped_tensor(kept)
 
@@ -438,4 +439,4 @@ def test_a_call_in_another_form_than_in_the_self_check_is_refused(
     check_against_autograd(model, batch(2))
     model.use = lambda m, x: m(call(x))
     with pytest.raises(PrivacyConfigError, match=line):
-        add(ClippedSum(model, 1.0, self_check=False), model, batch(5))
+        add(ClippedSum(model, 1.0), model, batch(5))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.arithmetic import fused
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clipped_sum import needs_blanking
 from privacy.clipping.norms import rounding
 from privacy.gradients import per_example_gradients as contributions
@@ -219,7 +219,7 @@ def test_contract_4_a_model_compiled(
         monkeypatch.setattr(
             fused, "launch", lambda f, *how, by=by_name: by.get(f.__name__, compile_all)(f, *how)
         )
-        total = ClippedSum(model, 0.1, mode=mode, self_check=False)
+        total = SUMS[mode](model, 0.1)
         total.add_micro_batch(model, inputs, torch.zeros(2, dtype=torch.bool))
         sums.append(dict(total.sums()))
         total.detach()
@@ -268,7 +268,7 @@ def test_contract_5_rows_that_are_zeroed_where_they_stand(
     inputs = {
         name: torch.cat([x, 2 * x, bad * x]) for name, x in cancelling(5, 64, 72, 0.0, 99).items()
     }
-    total = ClippedSum(model, 0.1, mode=mode, self_check=False)
+    total = SUMS[mode](model, 0.1)
     stats = total.add_micro_batch(
         model, {n: x.clone() for n, x in inputs.items()}, torch.zeros(3, dtype=torch.bool)
     )
@@ -302,7 +302,7 @@ def test_contract_5_blanked_on_a_gpu(dtype: torch.dtype) -> None:
     x[2, 1] = torch.nan
     before = x.clone()
     total, padding_B = (
-        ClippedSum(model, 1.0, self_check=False),
+        ClippedSum(model, 1.0),
         torch.zeros(4, dtype=torch.bool, device="cuda"),
     )
 

@@ -31,13 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.certified.certified_sum import CertifiedSum
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.errors import PrivacyConfigError
 from privacy.gradients.module_state import COPIED
+from privacy.guards.certified_rows import check_rows
 from privacy.guards.holders import DEPTH
 from privacy.guards.neighbours import require_apart
 from privacy.guards.selfcheck import check_against_autograd
 from privacy.plan.lattice import Lattice
+from tests.self_check import Guarded
 
 D, T, V, LONG = 6, 5, 24, 3000
 STRENGTHS = (1e-6, 1e-4, 1e-2, 1.0, 1e2, 1e4)
@@ -764,7 +766,11 @@ def test_a_sum_tries_every_new_way_before_it_adds(way: str, certified: bool) -> 
     if way == "weights of zero":
         nn.init.zeros_(model.b.weight)
     check_against_autograd(model, {"x": numbers(*made_up)})
-    total = CertifiedSum(model, Lattice.of(1.0, 64, 1.0)) if certified else ClippedSum(model, 1.0)
+    total = (
+        Guarded(CertifiedSum(model, Lattice.of(1.0, 64, 1.0)))
+        if certified
+        else Guarded(ClippedSum(model, 1.0))
+    )
     for shape in right:
         add(total, model, numbers(*shape, seed=1))
     before = {name: value.clone() for name, value in total.sums()}
@@ -785,7 +791,7 @@ def test_a_sum_tries_every_dtype_of_autocast_before_it_adds(mixing_dtype: torch.
         )
     )
     check_against_autograd(model, {"x": numbers(3, 4)})
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     (other_dtype,) = {torch.float16, torch.bfloat16} - {mixing_dtype}
     with torch.autocast("cpu", other_dtype):
         add(total, model, numbers(4, 4, seed=1))
@@ -831,12 +837,8 @@ def test_layers_that_are_called_as_often_as_the_longest_example_asks_are_refused
         PrivacyConfigError, match=r"the layer of a\.\w+ was called \d times .* and \d times"
     ):
         check_against_autograd(model, {"x": numbers(3, 4)})
-    certified, how = mode == "certified", {"self_check": False}
-    total = (
-        CertifiedSum(model, lattice, **how)
-        if certified
-        else ClippedSum(model, 1.0, mode=mode, **how)
-    )
+    certified = mode == "certified"
+    total = CertifiedSum(model, lattice) if certified else SUMS[mode](model, 1.0)
     for size in (2, 3):
         add(total, model, numbers(size, 4))
     with pytest.raises(
@@ -928,7 +930,7 @@ def test_a_model_that_refuses_made_up_neighbours_is_tried_on_whole_examples(
     torch.manual_seed(0)
     model = Placeholders(error)
     check_against_autograd(model, prompts(3))
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     for size, length in ((1, 6), (5, 6), (8, 6), (8, 9)):
         total.add_micro_batch(
             model, prompts(size, length=length), torch.zeros(size, dtype=torch.bool)
@@ -957,9 +959,9 @@ def test_certified_rows_are_tried_without_what_a_model_refuses() -> None:
 
     lattice = Lattice.of(1.0, 64, 1.0)
     right, wrong = Guarded(lambda x: False), Guarded(lambda x: True)
-    CertifiedSum(right, lattice, self_check=False).check_rows(right, {"x": numbers(4, 4)})
+    check_rows(CertifiedSum(right, lattice), right, {"x": numbers(4, 4)})
     with pytest.raises(PrivacyConfigError, match="of one and the same example is another"):
-        CertifiedSum(wrong, lattice, self_check=False).check_rows(wrong, {"x": numbers(4, 4)})
+        check_rows(CertifiedSum(wrong, lattice), wrong, {"x": numbers(4, 4)})
 
 
 # What a model's own backward writes, or repeats differently, never parts the norm from what is summed. The self-check passes on
@@ -1054,8 +1056,8 @@ def test_what_is_written_in_place_is_refused_before_a_sum_can_be_read(
     torch.manual_seed(0)
     model = Writing(use)
     two_forwards = mode.endswith("two forwards")  # as where weights are sharded or compiled
-    clipped = ClippedSum(model, 1.0, mode=mode.split()[0], self_check=False)  # type: ignore[arg-type]
-    clipped._keeps_graph &= not two_forwards
+    clipped = SUMS[mode.split()[0]](model, 1.0)  # type: ignore[arg-type]
+    clipped.keeps_graph &= not two_forwards
     with pytest.raises(PrivacyConfigError, match=line):  # noqa: PT012  # at the latest when the sum is read
         clipped.add_micro_batch(
             model, {"x": torch.randn(4, 3, 64)}, torch.zeros(4, dtype=torch.bool)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, TwoPassSum
 from privacy.clipping.clip_factors import ClippingFunction, automatic, flat, grouped, per_layer
 from privacy.errors import PrivacyConfigError
 from privacy.plan.releases import SENSITIVITY_SLACK
@@ -41,7 +41,7 @@ def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat(keeps_graph: b
         return y.sum(1)
 
     inputs = {"x": torch.randn(3, 4)}
-    total = ClippedSum(model, 1.0, mode="two_pass", self_check=False)
+    total = TwoPassSum(model, 1.0)
     assert total._keeps_graph
     total._keeps_graph = keeps_graph
     with pytest.raises(PrivacyConfigError, match="two_pass"):
@@ -56,7 +56,7 @@ def test_contract_6_no_later_micro_batch_makes_up_for_one_that_did_not_repeat(
 ) -> None:
     """The sums of the whole logical batch are refused; the next one begins anew."""
     model, count = nn.Linear(4, 4), itertools.count()
-    total = ClippedSum(model, 1.0, mode="two_pass", self_check=False)
+    total = TwoPassSum(model, 1.0)
     total._keeps_graph = keeps_graph
 
     def add(*, repeats: bool) -> None:
@@ -111,7 +111,7 @@ def test_contract_6_autocast_does_not_reach_norms_and_sums(mode: str) -> None:
 
     sums = []
     for outside in (False, True):
-        total = ClippedSum(model, 0.01, mode=mode, self_check=False)  # type: ignore[arg-type]
+        total = SUMS[mode](model, 0.01)  # type: ignore[arg-type]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=outside):
             total.add_micro_batch(task, inputs, torch.zeros(5, dtype=torch.bool))
         total.detach()

@@ -70,7 +70,7 @@ def test_contract_5_a_nonfinite_example_contributes_zero(bad: float) -> None:
     model, inputs = tiny()
     poisoned = {k: v.clone() for k, v in inputs.items()}
     poisoned["images_BCHW"][3, 0, 2, 2] = bad
-    total = ClippedSum(model, 0.5, self_check=False)
+    total = ClippedSum(model, 0.5)
     stats = total.add_micro_batch(model, poisoned, torch.zeros(7, dtype=torch.bool))
     keep = torch.tensor([0, 1, 2, 4, 5, 6])
     expected = oracle.clipped_sum(model, model, {k: v[keep] for k, v in inputs.items()}, 0.5)
@@ -84,7 +84,7 @@ def test_contract_5_a_nonfinite_example_contributes_zero(bad: float) -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model, inputs = tiny()
     before = copy.deepcopy(model.state_dict())
-    total = ClippedSum(model, 1.0, self_check=False)
+    total = ClippedSum(model, 1.0)
     total.add_micro_batch(model, inputs, torch.zeros(7, dtype=torch.bool))
     assert all(p.grad is None for p in model.parameters())
     assert "class_token" not in model.__dict__

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from privacy.arithmetic import precision
 from privacy.arithmetic.precision import exact, has_fp32_products_of_bf16, require_exact_products
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.norms import NormTally
 from privacy.errors import PrivacyConfigError
 from privacy.gradients.per_example_gradients import OuterProducts
@@ -47,7 +47,7 @@ def test_contract_6_norms_and_sums_are_fp32_and_the_model_keeps_its_setting(
         note("model")
         return model(x).square().sum((1, 2))
 
-    total = ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+    total = SUMS[mode](model, 1.0)  # type: ignore[arg-type]
     torch.set_float32_matmul_precision(precision)
     total.add_micro_batch(task, {"x": torch.randn(3, 4, 40)}, torch.zeros(3, dtype=torch.bool))
     assert torch.get_float32_matmul_precision() == precision
@@ -71,7 +71,7 @@ def test_a_setting_that_cannot_be_put_back_is_refused(place: str) -> None:
     owner.fp32_precision = "tf32"  # type: ignore[attr-defined]
     model = nn.Linear(4, 5)
     with pytest.raises(PrivacyConfigError, match="set_float32_matmul_precision"):
-        ClippedSum(model, 1.0, self_check=False).add_micro_batch(
+        ClippedSum(model, 1.0).add_micro_batch(
             lambda x: model(x).sum(1), {"x": torch.ones(2, 4)}, torch.zeros(2, dtype=torch.bool)
         )
 
@@ -152,7 +152,7 @@ def test_contract_6_products_with_fewer_bits_are_refused_whatever_forces_them(
         Emulated(*emulation),
         pytest.raises(PrivacyConfigError, match=r"not exact on cpu.*unset NVIDIA_TF32_OVERRIDE=1"),
     ):
-        ClippedSum(model, 1.0, self_check=False)
+        ClippedSum(model, 1.0)
 
 
 @pytest.mark.usefixtures("_unproven")

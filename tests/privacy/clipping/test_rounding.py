@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.limits import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.plan.releases import SENSITIVITY_SLACK
@@ -129,7 +129,7 @@ def test_contract_4_calls_of_others_that_cancel_change_no_rounding_of_x(cancelli
     v[cancelling - 1] += 64 * last_place
     v[cancelling] = -number / 2
     v[cancelling + 1 :] = torch.tensor([-0.75, 0.75]) * last_place
-    clipped, sums = ClippedSum(model, 256 * number, self_check=False), []
+    clipped, sums = ClippedSum(model, 256 * number), []
     for is_padding in (torch.zeros(count, dtype=torch.bool), torch.arange(count) == cancelling):
         clipped.zero_()
         stats = clipped.add_micro_batch(model, {"v": v.float()}, is_padding)
@@ -226,7 +226,7 @@ def test_contract_4_tokens_that_cancel_do_not_carry_partial_sums_away(
     """Examples of +M, many of -3/4 of the last place below M, -M: their own sum is nothing, but x decides how it rounds."""
     for magnitude in (4.0, 16.0, 64.0, 128.0):
         model = Product(nn.Linear(WIDTH, WIDTH, bias=False))
-        clipped = ClippedSum(model, 1.0, self_check=False)
+        clipped = ClippedSum(model, 1.0)
         w_BTp = torch.zeros(count, tokens, WIDTH)
         w_BTp[2:, :, 0] = -0.75 * magnitude * 2.0**-24
         w_BTp[0, 0, 0], w_BTp[1, 0, 0], w_BTp[2:, 0, 0], w_BTp[2:, -1, 0] = (
@@ -270,7 +270,7 @@ def test_contract_4_what_stands_in_a_row_without_an_example_changes_no_bit(
     is_empty = torch.rand(70, generator=generator) < 0.2
     found = []
     for content in (0.0, 1.0, 1e38, torch.nan, torch.inf):
-        clipped = ClippedSum(model, 1.0, mode=mode, self_check=False)
+        clipped = SUMS[mode](model, 1.0)
         there = torch.where(
             is_empty[:, None, None],
             torch.randn(values.shape, generator=generator) * content,
@@ -350,9 +350,7 @@ def norms(device: torch.device, seed: str, num_pairs: int, examples: int = 64) -
         )
         mode, function = rng.choice(MODES), rng.choice(["flat", "automatic", "per_layer"])
         seen: list[Tensor] = []
-        clipped = ClippedSum(
-            model, bound, mode=mode, function=watched(function, seen), self_check=False
-        )  # type: ignore[arg-type]
+        clipped = SUMS[mode](model, bound, function=watched(function, seen))  # type: ignore[arg-type]
         padding = torch.zeros(examples, dtype=torch.bool, device=device)
         clipped.add_micro_batch(model, {"x": x, "w": w}, padding)
         with torch.no_grad():
@@ -435,7 +433,7 @@ def test_contract_4_squares_neither_underflow_nor_overflow_at_the_ends_of_c(boun
     """Gradients from far below to far above C, spread over a million entries."""
     layer = nn.Linear(1000, 1000, bias=False)
     for scale in (0.5, 1.0, 2.0, 1e3):
-        clipped = ClippedSum(layer, bound, self_check=False)
+        clipped = ClippedSum(layer, bound)
         x_BD = torch.full((1, 1000), bound * scale / 1000)
         clipped.add_micro_batch(
             lambda x: layer(x).sum(dim=1), {"x": x_BD}, torch.zeros(1, dtype=torch.bool)

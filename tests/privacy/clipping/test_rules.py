@@ -224,19 +224,19 @@ def test_contract_4_common_mean_and_cancelling_gradients(
 )
 def test_contract_3_refused_before_training_with_a_way_out(layer: nn.Module, word: str) -> None:
     with pytest.raises(PrivacyConfigError, match=re.escape(word)):
-        ClippedSum(nn.Sequential(layer, nn.Linear(4, 4)), 1.0, self_check=False)
+        ClippedSum(nn.Sequential(layer, nn.Linear(4, 4)), 1.0)
 
 
 def test_frozen_layers_of_any_kind_are_no_obstacle() -> None:
     frozen = nn.Sequential(
         nn.MultiheadAttention(4, 2), nn.BatchNorm1d(4), nn.Bilinear(4, 4, 4)
     ).requires_grad_(False)
-    ClippedSum(nn.ModuleList([frozen.eval(), nn.Linear(4, 4)]), 1.0, self_check=False)
+    ClippedSum(nn.ModuleList([frozen.eval(), nn.Linear(4, 4)]), 1.0)
 
 
 def test_contract_13_dropout_counts_when_it_is_active() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
-    total = ClippedSum(model, 1.0, self_check=False)
+    total = ClippedSum(model, 1.0)
     task = lambda x: model(x).sum(1)  # noqa: E731
     total.add_micro_batch(task, {"x": torch.randn(3, 4)}, torch.zeros(3, dtype=torch.bool))
     model.train()
@@ -254,7 +254,7 @@ def test_contract_13_dropout_counts_when_it_is_active() -> None:
 )
 def test_an_input_without_a_batch_dimension_is_refused(layer: nn.Module, x: Tensor) -> None:
     """B = 3 as well, so that the sizes alone look right."""
-    total = ClippedSum(layer, 1.0, self_check=False)
+    total = ClippedSum(layer, 1.0)
     with pytest.raises(PrivacyConfigError, match="batch dimension"):
         total.add_micro_batch(
             lambda x: layer(x).reshape(3, -1).sum(1), {"x": x}, torch.zeros(3, dtype=torch.bool)
@@ -265,7 +265,7 @@ def test_contract_3_a_parameter_that_its_layers_rule_does_not_know_is_refused() 
     layer = nn.Linear(3, 3)
     layer.extra = nn.Parameter(torch.ones(3))
     with pytest.raises(PrivacyConfigError, match="extra"):
-        ClippedSum(layer, 1.0, self_check=False).add_micro_batch(
+        ClippedSum(layer, 1.0).add_micro_batch(
             lambda x: layer(x).sum(1), {"x": torch.randn(2, 3)}, torch.zeros(2, dtype=torch.bool)
         )
 

@@ -25,6 +25,7 @@ from privacy.gradients.rules import RULES
 from privacy.guards import selfcheck
 from privacy.guards.selfcheck import check_against_autograd, check_at_size
 from privacy.sums import totals
+from tests.self_check import Guarded
 
 
 class Net(nn.Module):
@@ -55,7 +56,7 @@ def add(total: ClippedSum, task: Callable[..., Tensor], **inputs: Tensor) -> Non
 
 def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
     model, x = Net(), torch.randn(3, 4)
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     with pytest.raises(
         PrivacyConfigError, match=r"Net has not passed the self-check: .*check_against_autograd"
     ):
@@ -63,10 +64,10 @@ def test_the_first_micro_batch_is_refused_until_the_check_has_passed() -> None:
     assert all(not value.any() for _, value in total.sums())
     check_against_autograd(model, made_up())
     add(total, model, x=x)
-    add(ClippedSum(model, 1.0), model, x=x)
+    add(Guarded(ClippedSum(model, 1.0)), model, x=x)
     with pytest.raises(PrivacyConfigError, match="has not passed"):
-        add(ClippedSum(twin := copy.deepcopy(model), 1.0), twin, x=x)
-    add(ClippedSum(twin, 1.0, self_check=False), twin, x=x)
+        add(Guarded(ClippedSum(twin := copy.deepcopy(model), 1.0)), twin, x=x)
+    add(ClippedSum(twin, 1.0), twin, x=x)
 
 
 def test_the_task_and_the_names_and_kinds_of_its_inputs_are_those_of_the_check() -> None:
@@ -77,7 +78,7 @@ def test_the_task_and_the_names_and_kinds_of_its_inputs_are_those_of_the_check()
         return (model(x.to(model.weight.dtype)) + shift).square().flatten(1).sum(1)
 
     check_against_autograd(model, made_up(), task)
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     add(total, task, x=x)
     with pytest.raises(PrivacyConfigError, match="is not the one that passed"):
         add(total, lambda x: task(x) - task(x).mean(), x=x)
@@ -158,7 +159,7 @@ def test_the_model_must_be_what_it_was_when_it_passed(
     model, ids = Words(), torch.tensor([[1, 2], [3, 4], [5, 6]])
     check_against_autograd(model, {"ids": ids})
     assert model.calls == 0 and not model.cache
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     for _ in range(2):
         add(total, model, ids=ids)
         with torch.no_grad():  # which is training
@@ -187,7 +188,7 @@ class Scheduled(nn.Module):
 def test_numbers_of_a_module_may_change_where_examples_stay_apart() -> None:
     model, x = Scheduled(), torch.randn(3, 4)
     check_against_autograd(model, {"x": x})
-    total, calls = ClippedSum(model, 1.0), []
+    total, calls = Guarded(ClippedSum(model, 1.0)), []
     for temperature in (1.0, 1.0, 2.0, 2.0):
         model.temperature = temperature
         FORWARDS.clear()
@@ -246,7 +247,7 @@ def test_a_number_or_word_by_which_examples_meet_is_found(
     """Also where the class alone has it, or its type alone changes; and where it passes through a tensor without effect."""
     model, x = Switched(*before), torch.randn(3, 4)
     check_against_autograd(model, {"x": x})
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     add(total, model, x=x)
     if isinstance(after[1], Tensor):
         model.k = torch.tensor(0.25)
@@ -264,7 +265,7 @@ def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
     model.add_module("task", nn.Identity())
     task, first = Loss(model), model.last.register_forward_hook(lambda m, args, y: None)
     check_against_autograd(model, {"ids": ids}, task)
-    add(ClippedSum(model, 1.0), task, ids=ids)
+    add(Guarded(ClippedSum(model, 1.0)), task, ids=ids)
     if change == "global hook":
         first = nn.modules.module.register_module_forward_hook(lambda m, args, y: None)
     elif change == "mode of the task":
@@ -276,7 +277,7 @@ def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
         model.last.register_forward_hook(lambda m, args, y: 2 * y)
     try:
         with pytest.raises(PrivacyConfigError, match="since the self-check"):
-            add(ClippedSum(model, 1.0), task, ids=ids)
+            add(Guarded(ClippedSum(model, 1.0)), task, ids=ids)
     finally:
         first.remove()
 
@@ -291,7 +292,7 @@ def test_changes_outside_of_the_model_are_noticed_too(change: str) -> None:
 )
 def test_a_sum_is_for_the_parameters_that_it_was_made_for(change: Callable[[Any], object]) -> None:
     model = Net()
-    total = ClippedSum(model, 1.0)
+    total = Guarded(ClippedSum(model, 1.0))
     change(model)
     x = torch.randn(3, 4, dtype=model.b.weight.dtype)
     check_against_autograd(model, {"x": x})
@@ -359,13 +360,13 @@ def test_what_the_check_cannot_exercise_is_refused_by_name(
     with pytest.raises(PrivacyConfigError, match=line):
         check_against_autograd(model, inputs, task(model) if task is not None else None)
     with pytest.raises(PrivacyConfigError, match="has not passed"):
-        add(ClippedSum(model, 1.0), model, x=torch.randn(3, 4))
+        add(Guarded(ClippedSum(model, 1.0)), model, x=torch.randn(3, 4))
 
 
 def test_parameters_that_are_named_need_no_gradient() -> None:
     model = Net()
     check_against_autograd(model, made_up(), task := ignores_scale(model), unreached=["scale"])
-    add(ClippedSum(model, 1.0), task, x=torch.randn(3, 4))
+    add(Guarded(ClippedSum(model, 1.0)), task, x=torch.randn(3, 4))
     with pytest.raises(PrivacyConfigError, match="gives scale a gradient"):
         check_against_autograd(model, made_up(), task, unreached=["a.weight"])
 
@@ -443,11 +444,11 @@ def test_gradients_that_overflow_or_underflow_cannot_be_compared(factor: float) 
 @pytest.mark.parametrize("bound", [0.0, -1.0, 1e-45, 1e-13, 1e21, float("nan"), -float("inf")])
 def test_bounds_at_which_norms_underflow_or_overflow_are_refused(bound: float) -> None:
     with pytest.raises(PrivacyConfigError, match="between 1e-12, "):
-        ClippedSum(Net(), bound, self_check=False)
+        ClippedSum(Net(), bound)
 
 
 def test_no_noise_is_worth_anything_without_clipping() -> None:
-    total = ClippedSum(Net(), float("inf"), self_check=False)
+    total = ClippedSum(Net(), float("inf"))
     assert total.release(0.0)
     with pytest.raises(PrivacyConfigError, match="not clipped"):
         total.release(1.0)
@@ -457,7 +458,7 @@ def test_a_model_in_float32_and_float64_is_refused() -> None:
     """A product of the float64 layer may overflow a sum in fp32."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(PrivacyConfigError, match="dtypes whose sums have different precision"):
-        ClippedSum(model, 1.0, self_check=False)
+        ClippedSum(model, 1.0)
 
 
 # Every way in which a rule can be wrong, in a rule.
@@ -509,7 +510,7 @@ def test_a_task_that_returns_no_tensor_is_told_so(returned: object) -> None:
     with pytest.raises(PrivacyConfigError, match=f"alone gave {type(returned).__name__}"):
         check_against_autograd(model, made_up(), lambda **inputs: returned)  # type: ignore[arg-type, return-value]
     with pytest.raises(PrivacyConfigError, match=f"the task returned {type(returned).__name__}"):
-        add(ClippedSum(model, 1.0, self_check=False), lambda **inputs: returned, **made_up(3))  # type: ignore[arg-type, return-value]
+        add(ClippedSum(model, 1.0), lambda **inputs: returned, **made_up(3))  # type: ignore[arg-type, return-value]
 
 
 # What begins at the run's own size, with the second micro-batch, in half precision or under a compiler.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from privacy.gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
@@ -83,7 +83,7 @@ class Steps(nn.Module):
 def clipped_steps(x_NKD: Tensor, mode: str) -> Tensor:
     """The clipped sum of examples that come one by one, with C = 1."""
     model = Steps(x_NKD.shape[2])
-    total = ClippedSum(model, 1.0, mode=mode, self_check=False)  # type: ignore[arg-type]
+    total = SUMS[mode](model, 1.0)  # type: ignore[arg-type]
     for x_KD in x_NKD:
         total.add_micro_batch(model, {"x_BKD": x_KD[None]}, torch.zeros(1, dtype=torch.bool))
     (result,) = (value.double().flatten().clone() for _, value in total.sums())

@@ -186,7 +186,7 @@ def test_in_a_compiled_block_it_is_refused() -> None:
     model = nn.Sequential(nn.Linear(D, D), VocabularyHead(D, V, max_logits=8))
     model[1].compile(backend="aot_eager")
     with pytest.raises(PrivacyConfigError, match="more than its layer's input"):
-        ClippedSum(model, 1.0, self_check=False)
+        ClippedSum(model, 1.0)
 
 
 def test_contract_6_bookkeeping_compares_what_the_head_computes_again_and_no_more(
@@ -196,10 +196,10 @@ def test_contract_6_bookkeeping_compares_what_the_head_computes_again_and_no_mor
     model, inputs = language()
     turn = itertools.count()
     model.hidden.register_forward_hook(lambda *_: _[2] * (1 + 2.0**-20 * next(turn)))
-    clipped = ClippedSum(model, 1.0, self_check=False)
+    clipped = ClippedSum(model, 1.0)
     clipped.check_repeatable(model, inputs)
     clipped.mode = "two_pass"
-    clipped._keeps_graph = False
+    clipped.keeps_graph = False
     with pytest.raises(PrivacyConfigError, match="gradients the second time"):
         clipped.check_repeatable(model, inputs)
     clipped.mode, usual = "bookkeeping", VocabularyHead.logit_gradients

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privacy.clipping import ClippedSum, clipped_sum
+from privacy.clipping import SUMS, clipped_sum
 from tests.privacy.clipping.test_models import MODELS, B, cast
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def test_no_value_comes_back(
     monkeypatch.setattr(clipped_sum, "needs_blanking", lambda is_finite_B: True)  # as on CUDA
     model, inputs = cast(MODELS[name](), dtype)
     model, inputs = model.to(device), {n: x.to(device) for n, x in inputs.items()}
-    clipped = ClippedSum(model, 1.0, mode=mode, device=torch.device(device), self_check=False)
+    clipped = SUMS[mode](model, 1.0, device=torch.device(device))
     padding_B = torch.zeros(B, dtype=torch.bool, device=device)
     clipped.add_micro_batch(model, inputs, padding_B)  # hooks and buffers are made
     with Waits() as waits:

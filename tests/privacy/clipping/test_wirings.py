@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from privacy.clipping import ClippedSum
+from privacy.clipping import SUMS
 from privacy.errors import PrivacyConfigError
 from privacy.guards.selfcheck import check_against_autograd
 from tests.privacy.clipping import oracle
+from tests.self_check import Guarded
 
 D, T = 4, 4
 FOUND = r"do not see the gradient|changes with the other examples|draws random|changes the buffer|no made-up example gives"
@@ -89,12 +90,11 @@ def require_exact(
     counts: tuple[int, ...] = (1, 3, T, T + 1),
 ) -> None:
     """After the self-check, to 1e-9 of a loop of single examples, in micro-batches of these sizes."""
-    ClippedSum(model, 1.0, mode=mode).detach()
     check_against_autograd(model, made_up)
     for count in counts:
         some = inputs(count)
         c = oracle.median_norm(model, model, some)
-        total = ClippedSum(model, c, mode=mode)
+        total = Guarded(SUMS[mode](model, c))
         total.add_micro_batch(model, some, torch.zeros(count, dtype=torch.bool))
         error = oracle.relative_error(dict(total.sums()), oracle.clipped_sum(model, model, some, c))
         assert error <= 1e-9, f"silently wrong by {error:.1e} with {count} examples"

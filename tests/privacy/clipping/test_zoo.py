@@ -21,6 +21,7 @@ from privacy.errors import PrivacyConfigError
 from privacy.gradients.fallback import plan_of
 from privacy.guards.selfcheck import check_against_autograd
 from tests.privacy.clipping import oracle
+from tests.self_check import Guarded
 
 hf = pytest.importorskip("transformers")
 hf.logging.set_verbosity_error()
@@ -919,12 +920,12 @@ def outcome(name: str) -> tuple[str, float]:
     worst = 0.0
     try:
         task, inputs = prepared(name), MODELS[name][2]
-        ClippedSum(task, 1.0).detach()
+        Guarded(ClippedSum(task, 1.0)).detach()
         check_against_autograd(task, inputs(2))
         for count in (1, 3, TOKENS):
             some = inputs(count)
             c = oracle.median_norm(task, task, some)
-            total = ClippedSum(task, c)
+            total = Guarded(ClippedSum(task, c))
             total.add_micro_batch(task, some, torch.zeros(count, dtype=torch.bool))
             total.detach()
             worst = max(

@@ -1,33 +1,43 @@
-"""What is counted of tensors, and what is read of the machine's limits; test_planner.py has the kernel's own count."""
+"""What a piece of work takes of the memory, and what is read of the machine's limits."""
 
 from pathlib import Path
 
+import pytest
 import torch
-from torch import Tensor
 
-from trainer.run.memory_estimate import MemoryTimeline, available_memory
+from trainer import memory
+from trainer.memory import available_memory, taken_memory
 
 CPU = torch.device("cpu")
 
 
-def test_every_tensor_is_counted_from_birth_to_death() -> None:
-    before = torch.zeros(1000)
-
-    def work() -> Tensor:
-        x = before + 1  # 4000
-        view = x.view(10, 100)  # no memory of its own
-        y = view.square().sum()  # 8000, then 8004
-        del x, view
-        before.add_(1)  # in place, and not ours
-        return y * 2  # the square and the view are gone: 4 + 4
-
-    with MemoryTimeline() as timeline:
-        kept = work()
-    del kept
-    assert timeline.live_bytes == [4000, 4000, 8000, 8004, 4, 8]
+def numbers(mebibytes: int) -> torch.Tensor:
+    return torch.ones(mebibytes << 18)
 
 
-# What the machine says
+@pytest.mark.skipif(not memory.STATUS.exists(), reason="this system has no /proc")
+def test_work_takes_what_it_holds_at_its_highest_point() -> None:
+    def work() -> None:
+        numbers(150)
+        both = numbers(100), numbers(100)
+        del both
+        numbers(30)
+
+    _ = numbers(400)  # an earlier peak does not count, and neither does what stays
+    stays = numbers(50)
+    del _
+    taken = taken_memory(work, CPU)
+    assert taken is not None and 190 <= taken / 2**20 < 230
+    taken = taken_memory(lambda: None, CPU)
+    assert taken is not None and taken / 2**20 < 20
+    assert len(stays)
+
+
+def test_a_system_that_does_not_say_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "missing")
+    assert taken_memory(lambda: None, CPU) is None
 
 
 def write(root: Path, **files: str) -> None:

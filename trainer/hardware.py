@@ -7,10 +7,7 @@ from pathlib import Path
 import torch
 
 from trainer.errors import ConfigError
-from trainer.run.memory_estimate import total_memory
-
-REACHED_BF16, REACHED_FP32, REACHED_BANDWIDTH = 700 / 989, 50 / 67, 3.0 / 3.35
-"""Shares of a data sheet that large operations reach; the numbers are an H100's, an assumption until a GPU has measured them."""
+from trainer.memory import total_memory
 
 
 @dataclass(frozen=True)
@@ -36,17 +33,6 @@ class Gpu:
     def peak(self, dtype: torch.dtype) -> float:
         """FLOP/s of dense products in the compute dtype."""
         return self.bf16_peak if dtype == torch.bfloat16 else self.fp32_peak
-
-    @property
-    def reached_bandwidth(self) -> float:
-        """Bytes/s of a kernel that reads and writes large tensors."""
-        return REACHED_BANDWIDTH * self.memory_bandwidth
-
-    def reached_flops(self, dtypes: str) -> float:
-        """FLOP/s of large products of such operands: matrix units for bf16 alone. (fp64 has them too, at the rate of fp32.)"""
-        return (
-            REACHED_BF16 * self.bf16_peak if dtypes == "bfloat16" else REACHED_FP32 * self.fp32_peak
-        )
 
     def memory_per_rank(self, ranks_on_node: int, proc: Path = Path("/proc")) -> int:
         """Bytes for one rank, one rank per device.

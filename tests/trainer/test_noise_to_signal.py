@@ -24,15 +24,10 @@ from privacy.plan.request import PlanRequest
 from privacy.run.mechanism import clipper_of
 from privacy.sums.totals import real
 from trainer.config.recipe import load_config
+from trainer.noise_to_signal import LARGEST_THAT_LEARNS, NoiseToSignal
+from trainer.planner.choice import FEWEST_STEPS, WORTH_DOUBLING, choose
 from trainer.planner.memory import trained_count
 from trainer.planner.resources import planning_task
-from trainer.planner.signal import (
-    FEWEST_STEPS,
-    LARGEST_THAT_LEARNS,
-    WORTH_DOUBLING,
-    NoiseToSignal,
-    choose,
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUEST = PlanRequest(
@@ -71,7 +66,7 @@ def test_ratios_are_those_of_real_sums_and_real_noise() -> None:
     model, x_BD = Pull(size), torch.randn(1, size).expand(batch, size).contiguous()
     found = NoiseToSignal.of(plan, size)
     assert found is not None
-    clipped = clipper_of(plan, model, self_check=False)
+    clipped = clipper_of(plan, model)
     clipped.add_micro_batch(model, {"x_BD": x_BD}, torch.zeros(batch, dtype=torch.bool))
     ((_, total),) = clipped.sums()
     signal = total.double().flatten() / batch
