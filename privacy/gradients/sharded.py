@@ -104,3 +104,9 @@ def whole(model: nn.Module) -> Iterator[None]:
         for table, content in hooks:
             table.clear()
             table.update(content)
+
+
+def switch_reduction(model: nn.Module, *, on: bool) -> None:
+    """Whether FSDP reduces the gradients of a backward; no private step has any that it could see."""
+    for unit in units(model):
+        unit.set_requires_gradient_sync(on, recurse=False)

@@ -5,12 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from ..gradients.sharded import is_dtensor, is_unit, put_away, units
-from ..step import collectives
 from ..step.row_shards import own_rows
 
 WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -74,22 +71,6 @@ def in_order(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def take_from_main(model: nn.Module) -> None:
-    """Gives all ranks the parameters and buffers of rank 0, as under DistributedDataParallel. Collective.
-
-    Shards are a rank's own.
-    """
-    for x in (*model.parameters(), *model.buffers()):
-        if is_dtensor(x):
-            continue
-        numbers = in_order(x)
-        dist.broadcast(numbers.view(torch.uint8), 0)  # as bytes: not every dtype can be sent
-        if overlaps(x):  # nothing can be written to what is expanded
-            x.data = numbers.view(x.shape)
-        elif numbers.data_ptr() != x.data_ptr():
-            x.detach().copy_(numbers.view(x.shape))
-
-
 @torch.no_grad()
 def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
     """One number for each tensor: changed bits, exchanged values and changes that cancel in a sum give another one.
@@ -113,68 +94,3 @@ def fingerprint(tensors: Mapping[Any, Tensor]) -> list[int]:
             total += mixed.sum()
         totals.append(total)
     return torch.stack([total.cpu() for total in totals]).tolist() if totals else []
-
-
-def switch_reduction(model: nn.Module, *, on: bool) -> None:
-    """Whether FSDP reduces the gradients of a backward; no private step has any that it could see."""
-    for unit in units(model):
-        unit.set_requires_gradient_sync(on, recurse=False)
-
-
-def require_rows(model: nn.Module) -> bool:
-    """Whether the model is in shards, after a look that the loop can train them. Collective where it is.
-
-    Raises:
-        PrivacyConfigError: other shards, with what to give instead.
-    """
-    put_away(model)
-    parameters = dict(model.named_parameters())
-    sharded = {name: p for name, p in parameters.items() if is_dtensor(p)}
-    if not sharded:
-        return False
-    ranks = list(range(collectives.world_size()))
-    for name, p in parameters.items():
-        if not is_dtensor(p):
-            if p.requires_grad:
-                raise PrivacyConfigError(
-                    f"{name} is trained and whole, and other parameters are sharded: call fully_shard(model) on the model "
-                    "itself, after its blocks and without ignored_params"
-                )
-            continue
-        mesh = p.device_mesh
-        if mesh.mesh.tolist() != ranks:
-            raise PrivacyConfigError(
-                f"{name} is sharded over a mesh of ranks {mesh.mesh.tolist()}, and a loop takes all ranks in one dimension, "
-                f"{ranks}: call fully_shard without mesh=, without tensor parallelism; the trainer has replicas (--engine fsdp)"
-            )
-        if not p.placements[0].is_shard(0):
-            raise PrivacyConfigError(
-                f"{name} is placed as {p.placements[0]}, and a loop takes rows: call fully_shard without shard_placement_fn"
-            )
-        if p.device.type != mesh.device_type or p.to_local().device.type != mesh.device_type:
-            raise PrivacyConfigError(
-                f"{name} waits on {p.to_local().device.type} for a step on {mesh.device_type}: call fully_shard without "
-                "offload_policy; the trainer offloads (--engine fsdp)"
-            )
-    if not is_unit(model):
-        raise PrivacyConfigError(
-            f"{next(iter(sharded))} is sharded, and the model that holds it is not: call fully_shard(model) on the model itself, "
-            "after its blocks"
-        )
-    # Every shard is one of FSDP's, and is gathered in its own dtype; one unit of FSDP after the other.
-    gathered: dict[str, torch.dtype] = {}
-    for unit in units(model):
-        unit.unshard()
-        gathered |= {name: p.dtype for name, p in model.named_parameters() if not is_dtensor(p)}
-        unit.reshard()
-    for name, shard in sharded.items():
-        if name not in gathered:
-            raise PrivacyConfigError(
-                f"{name} is sharded by something else than fully_shard, such as tensor parallelism: give a model without it"
-            )
-        if gathered[name] != shard.dtype:
-            raise PrivacyConfigError(
-                f"{name} is {shard.dtype} and computes in {gathered[name]}: call fully_shard without mp_policy; torch.autocast "
-                "in the loss computes in bfloat16"
-            )
-    return True

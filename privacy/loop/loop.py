@@ -28,15 +28,16 @@ from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
 from ..gradients.fallback import Fallback
+from ..guards.own_engine import WatchedEngine, require_alike, require_model
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
 from ..run.run import Finished, Run, open_run
 from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
+from ..step.optimizer_state import rate_of, shown
 from ..step.step import StepRecord
 from . import lineage
-from .engine import OwnEngine, rate_of, require_alike, require_model, shown
 from .fields import Example, Field
 from .opening import LearningRate, OwnStart
 from .reading import Items, Reader
@@ -250,7 +251,7 @@ class PrivateLoop:
         with start.undone:  # if anything fails
             opened = open_run(start)
             self._registered, self._resumed = start.registered, opened.resumed
-            self._engine: OwnEngine = start.engine
+            self._engine: WatchedEngine = start.engine
             self._is_alone = start.starts_from is None and not opened.ledger.opened.get("behind")
             self._ledger, self.plan = opened.ledger, opened.ledger.plan
             self._charged = collectives.on_main(lambda: self._ledger.num_charged)

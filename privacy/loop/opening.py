@@ -21,9 +21,10 @@ from ..files.toml_text import written
 from ..gradients.coverage import claims
 from ..gradients.fallback import Fallback, Uncovered, plan_of
 from ..gradients.recorder import Task
-from ..gradients.sharded import full, kind_of, put_away
-from ..guards.fingerprints import fixed_tensors, in_order, take_from_main
+from ..gradients.sharded import full, is_dtensor, kind_of, put_away
+from ..guards.fingerprints import fixed_tensors, in_order, overlaps
 from ..guards.neighbours import require_neighbours_apart
+from ..guards.own_engine import WatchedEngine, require_alike
 from ..guards.selfcheck import check_against_autograd, check_at_size
 from ..guards.unchanged import SelfChecked
 from ..ledger.durable import require_apart
@@ -38,9 +39,9 @@ from ..step.averaging import WeightAverage
 from ..step.batches import Dealt, most_rows
 from ..step.engine import to_device
 from ..step.folder import RunFolder
+from ..step.optimizer_state import rate_of, settings, shown
 from ..step.step import MicroBatch, StepRecord
 from . import lineage
-from .engine import OwnEngine, rate_of, require_alike, settings, shown
 from .hugging_face import loss_of
 from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
 
@@ -141,7 +142,7 @@ class OwnStart:
     ledger: RunLedger = field(init=False)
     undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     registered: Registered = field(default_factory=Registered)
-    engine: OwnEngine = field(init=False)
+    engine: WatchedEngine = field(init=False)
     task: Task = field(init=False)
 
     def checks(self) -> list[Callable[[], None]]:
@@ -196,7 +197,7 @@ class OwnStart:
         put_away(self.model)
         if collectives.world_size() > 1:
             take_from_main(self.model)
-        self.engine = OwnEngine(
+        self.engine = WatchedEngine(
             self.model, self.optimizer, sets_rate=self.learning_rate is not None
         )
         self.undone.callback(self.engine.release)
@@ -391,3 +392,19 @@ class OwnStart:
                     if value is not None
                 ]
         return "\n".join(lines) + "\n"
+
+
+def take_from_main(model: nn.Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, as under DistributedDataParallel. Collective.
+
+    Shards are a rank's own.
+    """
+    for x in (*model.parameters(), *model.buffers()):
+        if is_dtensor(x):
+            continue
+        numbers = in_order(x)
+        dist.broadcast(numbers.view(torch.uint8), 0)  # as bytes: not every dtype can be sent
+        if overlaps(x):  # nothing can be written to what is expanded
+            x.data = numbers.view(x.shape)
+        elif numbers.data_ptr() != x.data_ptr():
+            x.detach().copy_(numbers.view(x.shape))

@@ -21,7 +21,6 @@ from privacy.clipping.clipped_sum import ClippedSum
 from privacy.ledger import run_state
 from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
-from privacy.loop.engine import OwnEngine
 from privacy.noise.rounded_normal import deviation_in_units
 from privacy.noise.source import NoiseSource, SystemNoise, add_noise
 from privacy.run import run
@@ -29,6 +28,7 @@ from privacy.run.ledger import RunLedger
 from privacy.step import collectives
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
+from privacy.step.own_engine import OwnEngine
 from privacy.sums import local, reduction, totals
 from trainer.run import start
 

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from privacy.boundary import Private
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.guards.fingerprints import fingerprint
+from privacy.guards.own_engine import WatchedEngine
 from privacy.loop import WeightAverage
-from privacy.loop.engine import OwnEngine
 from privacy.step.engine import GradShard
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows, weights
 from tests.self_check import trusted_models
@@ -398,7 +398,7 @@ def test_a_loop_whose_files_somebody_has_closed_ends_in_the_error_of_its_step(
     assert ledger_of(tmp_path).num_charged == 1
 
 
-def stepped(engine: OwnEngine, noised: Tensor) -> None:
+def stepped(engine: WatchedEngine, noised: Tensor) -> None:
     """One step of an engine from the first of these noised coordinates."""
     pieces = engine.layout.owned_by(0)
     values = noised.double()[: engine.layout.count(0)].split([piece.length for piece in pieces])
@@ -414,7 +414,7 @@ def test_a_rate_is_the_number_that_it_says_whatever_it_is_made_of_and_stays_the_
 ) -> None:
     def ends(rate: Any) -> Tensor:
         model = net()
-        engine = OwnEngine(model, optimizer := kind(model.parameters(), lr=0.5))
+        engine = WatchedEngine(model, optimizer := kind(model.parameters(), lr=0.5))
         optimizer.param_groups[0]["lr"] = rate
         for _ in range(2):
             engine.require_untouched()
@@ -534,11 +534,11 @@ def test_noised_sums_reach_weights_moments_and_checkpoints_by_logical_index_what
         for step in range(3)
     ]
 
-    def run(*, change_at: int | None) -> tuple[Tensor, dict[Any, Any], OwnEngine]:
+    def run(*, change_at: int | None) -> tuple[Tensor, dict[Any, Any], WatchedEngine]:
         model = convolution()
         if change_at == 0:
             LAYOUTS[layout](model)
-        engine = OwnEngine(model, KINDS[kind](model.parameters()))
+        engine = WatchedEngine(model, KINDS[kind](model.parameters()))
         for number in range(3):
             if number == change_at:
                 LAYOUTS[layout](model)
@@ -567,7 +567,7 @@ def test_noised_sums_reach_weights_moments_and_checkpoints_by_logical_index_what
         )
     model = convolution()
     LAYOUTS[layout](model)
-    again = OwnEngine(model, KINDS[kind](model.parameters()))
+    again = WatchedEngine(model, KINDS[kind](model.parameters()))
     again.load_state(state, num_steps=3)
     assert torch.equal(weights(model), ends)
     assert all(
@@ -703,7 +703,7 @@ def test_frozen_weights_are_hashed_where_torch_saw_a_write(
 ) -> None:
     hashed: list[str] = []
     monkeypatch.setattr(
-        "privacy.loop.engine.fingerprint", lambda x: (hashed.extend(x), fingerprint(x))[1]
+        "privacy.guards.own_engine.fingerprint", lambda x: (hashed.extend(x), fingerprint(x))[1]
     )
     with quick(), make(tmp_path / "run", model := Shifted(), num_steps=12) as loop:
         fixed = {"fixed.weight", "fixed.bias", "mean", "fixed.seen"}
