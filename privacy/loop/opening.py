@@ -32,7 +32,7 @@ from ..run.mechanism import clipper_of
 from ..run.run import Parts, Stored, Watcher
 from ..step import collectives
 from ..step.averaging import WeightAverage
-from ..step.batches import Dealt, most_rows
+from ..step.batches import StepBatch, most_rows
 from ..step.engine import require_neighbours_apart, to_device
 from ..step.folder import RunFolder
 from ..step.step import MicroBatch, StepRecord
@@ -94,7 +94,7 @@ class Registered(Watcher):
 
     def take(
         self,
-        plan: Dealt,
+        plan: StepBatch,
         batches: Iterator[MicroBatch],
         step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:

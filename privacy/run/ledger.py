@@ -15,7 +15,7 @@ from ..plan.releases import Release
 from ..plan.request import PlanRequest
 from ..sampling.keys import SamplingKey
 from ..step import collectives
-from ..step.batches import Dealt
+from ..step.batches import StepBatch
 from ..step.folder import RunFolder, environment
 
 
@@ -92,7 +92,7 @@ class RunLedger:
         collectives.on_main(self._mark)
         return self._nonce
 
-    def note(self, plan: Dealt, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
+    def note(self, plan: StepBatch, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
         """Records, privately, whom the next attempt is about to train on; the intent follows, so every charge has its line."""
         if not self.plan.enabled:
             return

@@ -28,7 +28,7 @@ from ..plan.numbers import PrivacyPlan
 from ..premises import require_premises
 from ..sampling.sampler import sampler_of
 from ..step import collectives
-from ..step.batches import Dealt, LogicalBatches
+from ..step.batches import LogicalBatches, StepBatch
 from ..step.engine import Engine, ShardState
 from ..step.folder import RunFolder
 from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
@@ -61,7 +61,9 @@ class Parts:
     task: Task
     clipped: ClippedSum
     noise: NoiseSource
-    read: Callable[[Iterator[Dealt]], Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]]
+    read: Callable[
+        [Iterator[StepBatch]], Generator[tuple[StepBatch, Iterator[MicroBatch]], None, None]
+    ]
     micro_batch_size: int
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
@@ -110,7 +112,7 @@ class Watcher:
 
     def take(
         self,
-        plan: Dealt,
+        plan: StepBatch,
         batches: Iterator[MicroBatch],
         step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:

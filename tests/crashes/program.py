@@ -33,7 +33,7 @@ from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
 from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
-from privacy.step.batches import Dealt as StepPlan
+from privacy.step.batches import StepBatch
 from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 
@@ -137,7 +137,7 @@ def start(
         )
         first = 1 if resumed is None else resumed.step + 1
         for step in range(first, STEPS + 1):
-            plan = StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
+            plan = StepBatch(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
             run.note(plan, micro_batch_size=40)
             run.intent(step, releases=[release_of_step(PLAN.noise_multiplier, PLAN.max_grad_norm)])
             note((nonce.hex(), step, run.attempts.get(step, 0)))

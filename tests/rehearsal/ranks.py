@@ -39,7 +39,7 @@ from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
 from privacy.sampling.sampler import sampler_of
 from privacy.step import collectives, reduction
-from privacy.step.batches import Dealt, LogicalBatches, most_micro_batches
+from privacy.step.batches import LogicalBatches, StepBatch, most_micro_batches
 from privacy.step.engine import ShardLayout
 from privacy.step.reduction import reduce_to_owners
 from tests.distributed.ranks import free_port
@@ -310,7 +310,7 @@ def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any
     )
     with standing_in, lap(measured, "note"):
         for step in range(1, RECORDS + 1):
-            dealt = Dealt(step, ids, np.empty(0, np.uint64), 1)
+            dealt = StepBatch(step, ids, np.empty(0, np.uint64), 1)
             RunLedger.note(cast(RunLedger, rank_0), dealt, batches.micro_batch_size)
     with lap(measured, "read"):
         records = list(read_lines(path))

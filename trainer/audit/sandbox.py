@@ -54,7 +54,7 @@ from privacy.plan.request import PlanRequest
 from privacy.run.ledger import open_ledger
 from privacy.run.run import Parts, Run, Start, Watcher, open_run
 from privacy.step import collectives
-from privacy.step.batches import Dealt
+from privacy.step.batches import StepBatch
 from privacy.step.folder import RunFolder
 from privacy.step.step import MicroBatch, StepRecord
 from trainer.audit.canary_model import (
@@ -356,7 +356,7 @@ class Tape(Watcher):
 
     def take(
         self,
-        plan: Dealt,
+        plan: StepBatch,
         batches: Iterator[MicroBatch],
         step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
@@ -383,7 +383,7 @@ class Tape(Watcher):
         # A copy, since an engine may hand out views of what it updates in place.
         return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
 
-    def _end(self, plan: Dealt, before: np.ndarray, after: np.ndarray) -> None:
+    def _end(self, plan: StepBatch, before: np.ndarray, after: np.ndarray) -> None:
         drawn = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy()
         ids, keys = (torch.cat(column).cpu().numpy() for column in zip(*self._seen, strict=True))
         # A source that was asked for another number leaves no numbers that could be laid beside the coordinates.

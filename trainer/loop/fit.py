@@ -9,7 +9,7 @@ from privacy.errors import STOPPED_EARLY
 from privacy.ledger.durable import make_directory
 from privacy.run.run import Watcher
 from privacy.step import clock, collectives
-from privacy.step.batches import Dealt
+from privacy.step.batches import StepBatch
 from privacy.step.engine import holds_whole_weights
 from privacy.step.step import MicroBatch, StepRecord
 from trainer.loop.reporting import StepReporter, Training
@@ -66,7 +66,7 @@ class _Around(Watcher):
 
     def take(
         self,
-        plan: Dealt,
+        plan: StepBatch,
         batches: Iterator[MicroBatch],
         step: Callable[[Iterator[MicroBatch]], StepRecord],
     ) -> StepRecord:
