@@ -30,11 +30,10 @@ from ..clipping.fallback import Fallback
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
-from ..run.run import Finished, Run, open_run
+from ..run.run import Finished, Run, Step, open_run
 from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
-from ..step.step import StepRecord
 from . import lineage
 from .engine import OwnEngine, rate_of, require_alike, require_model, shown
 from .fields import Example, Field
@@ -255,13 +254,13 @@ class PrivateLoop:
             self._ledger, self.plan = opened.ledger, opened.ledger.plan
             self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._run: Run | None = None
-            self._steps: Generator[StepRecord, None, None] | None = None
+            self._steps: Generator[Step, None, None] | None = None
             if isinstance(opened, Finished):
                 collectives.say(
                     f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; to train further, give another run_dir"
                 )
             else:
-                self._run, self._steps = opened, opened.steps(start.registered)
+                self._run, self._steps = opened, opened.steps()
                 start.undone.callback(self._steps.close)
                 if opened.step == self.num_steps:
                     next(
@@ -387,7 +386,14 @@ class PrivateLoop:
                 ) from error
             self._over = "a step was not taken to its end"
             try:
-                record = next(self._steps, None)
+                step = next(self._steps, None)
+                if step is not None:
+                    record = self._run.take(step)
+                    self._registered.move(number)
+                    self._run.keep(step)
+            except BaseException:
+                self._steps.close()  # workers end that read ahead
+                raise
             finally:  # a step that fails may have changed the weights
                 lineage.TRAINED[self.run_dir.resolve()] = self._ledger.position()
             is_last = number == self.num_steps
@@ -395,7 +401,7 @@ class PrivateLoop:
                 next(self._steps, None)  # the run's end
             charged = self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._over = ""
-            if record is None:
+            if step is None:
                 assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
                 raise BudgetSpent(
                     f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,12 @@ from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.mechanism import clipper_of
-from ..run.run import Parts, Stored, Watcher
+from ..run.run import Parts, Stored
 from ..step import collectives
 from ..step.averaging import WeightAverage
-from ..step.batches import StepBatch, most_rows
+from ..step.batches import most_rows
 from ..step.engine import require_neighbours_apart, to_device
 from ..step.folder import RunFolder
-from ..step.step import MicroBatch, StepRecord
 from . import lineage
 from .engine import OwnEngine, rate_of, require_alike, settings, shown
 from .hugging_face import loss_of
@@ -51,7 +50,7 @@ KEPT = 2
 
 
 @dataclass
-class Registered(Watcher):
+class Registered:
     """What `PrivateLoop.register` was given: it moves on after each step, before the step's checkpoint."""
 
     schedulers: list[LRScheduler] = field(default_factory=list)
@@ -92,13 +91,8 @@ class Registered(Watcher):
                     "each turn; remove scheduler.step(), or do not register it"
                 )
 
-    def take(
-        self,
-        plan: StepBatch,
-        batches: Iterator[MicroBatch],
-        step: Callable[[Iterator[MicroBatch]], StepRecord],
-    ) -> StepRecord:
-        record = step(batches)
+    def move(self, step: int) -> None:
+        """Moves all of it on by the step that was taken."""
         try:
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -106,8 +100,7 @@ class Registered(Watcher):
         except Exception as error:  # the step is done and keeps its turn; the next one is refused before its charge
             self._failed = error
         if self.average is not None:
-            self.average.update(plan.step)
-        return record
+            self.average.update(step)
 
 
 @dataclass
