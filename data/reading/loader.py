@@ -1,10 +1,12 @@
 """Example ids -> micro-batches of fixed shape, read and decoded ahead by worker processes.
 
-Who is in a logical batch is decided elsewhere; a `StepPlan` arrives with ids and keys. Plans are pulled lazily and in
+Who is in a logical batch is decided elsewhere; a `StepBatch` arrives with ids and keys. Plans are pulled lazily and in
 order while micro-batches are prefetched. The number of pulls depends only on the micro-batches consumed so far, so that
 ranks with equally many micro-batches pull in lockstep and pulling may communicate. Results do not depend on the number
 of workers.
 """
+
+from __future__ import annotations
 
 import itertools
 import math
@@ -12,7 +14,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,27 +27,11 @@ from data.index.tar_index import ExampleTable
 from data.reading.reader import RawExample, TarReader
 from data.reading.workers import data_loader, shared
 
+if TYPE_CHECKING:  # this room reads the type's fields, and knows nothing of privacy
+    from privacy.step.batches import StepBatch
+
 KEPT_BYTES = 128 << 20
 """Decoded examples that stay on each rank, shared out among its workers. In memory alone: they are private."""
-
-
-class StepPlan(NamedTuple):
-    """What this rank reads for one logical step.
-
-    Attributes:
-        step: number of the logical step.
-        example_ids: int64, this rank's examples; fastest when sorted.
-        example_keys: uint64, one secret random key per example (augmentation, masks).
-        num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
-        rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows; one after the other from
-            row 0 on if None.
-    """
-
-    step: int
-    example_ids: np.ndarray
-    example_keys: np.ndarray
-    num_micro_batches: int
-    rows: np.ndarray | None = None
 
 
 class MicroBatchRequest(NamedTuple):
@@ -183,8 +169,8 @@ class Loader(Prefetched):
             )
 
     def steps(
-        self, plans: Iterator[StepPlan]
-    ) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
+        self, plans: Iterator[StepBatch]
+    ) -> Generator[tuple[StepBatch, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
 
         Micro-batches of a step that the caller leaves unread are passed over when the next step is asked for. Closing
@@ -200,7 +186,7 @@ class Loader(Prefetched):
             ReadError: promised bytes could not be read, or a worker died.
             DataError: a plan that does not fit.
         """
-        pulled: deque[StepPlan] = deque()
+        pulled: deque[StepBatch] = deque()
         size = self._micro_batch_size
 
         def requests() -> Iterator[MicroBatchRequest]:

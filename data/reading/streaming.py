@@ -6,6 +6,8 @@ number of ranks and number of workers give the same micro-batches; a stream that
 consumed without decoding it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import os
@@ -13,15 +15,19 @@ import random
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
-from data.reading.loader import Failure, Prefetched, StepPlan, stack_examples
+from data.reading.loader import Failure, Prefetched, stack_examples
 from data.reading.reader import RawExample, read_in_order
 from data.reading.workers import shared
+
+if TYPE_CHECKING:
+    from privacy.step.batches import StepBatch
 
 
 @dataclass(frozen=True)
@@ -128,8 +134,8 @@ class StreamingLoader(Prefetched, IterableDataset):
         super().__init__(num_workers, prefetch_micro_batches, pin_memory)
 
     def steps(
-        self, plans: Iterator[StepPlan]
-    ) -> Generator[tuple[StepPlan, Iterator[Batch]], None, None]:
+        self, plans: Iterator[StepBatch]
+    ) -> Generator[tuple[StepBatch, Iterator[Batch]], None, None]:
         """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream.
 
         Raises:

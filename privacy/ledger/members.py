@@ -14,18 +14,22 @@ not only believed. Without the key a digest says nothing.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import refusing
+from ..plan.releases import Release
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import durable
 from .records import LedgerState
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
 
 FILE = "members.jsonl"
 
@@ -83,6 +87,51 @@ def append_line(path: Path, line: LedgerMark) -> None:
             durable.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class MarkedLedger:
+    """Writes the private record beside the ledger: an attempt before its intent, a mark after it. On one rank.
+
+    Args:
+        ledger: what it does without a mark is its own matter.
+        members: the private record, which is there since the run was opened.
+    """
+
+    def __init__(self, ledger: "Ledger", members: Path) -> None:
+        self.ledger, self._members = ledger, members
+
+    def note(
+        self,
+        step: int,
+        attempt: int,
+        nonce: bytes,
+        *,
+        rows_per_rank: int,
+        counts: Sequence[int],
+        digests: Sequence[str],
+        nodes: tuple[int, ...] = (),
+    ) -> None:
+        """Records an attempt, whose intent is the ledger's next line; see `MembersRecord`."""
+        line = MembersRecord(
+            *self.ledger.position(),
+            step,
+            attempt,
+            nonce.hex(),
+            rows_per_rank,
+            tuple(counts),
+            tuple(digests),
+            nodes,
+        )
+        append_line(self._members, line)
+
+    def intent(self, step: int, attempt: int, releases: Sequence[Release]) -> None:
+        """Charges the attempt; see `Ledger.intent`."""
+        self.ledger.intent(step, attempt, releases)
+        self.mark()
+
+    def mark(self) -> None:
+        """Names the ledger's last line, which is durable, before anything follows."""
+        append_line(self._members, LedgerMark(*self.ledger.position()))
 
 
 def read_lines(path: Path) -> Iterator[LedgerMark]:

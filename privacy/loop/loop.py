@@ -28,15 +28,15 @@ from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
 from ..gradients.fallback import Fallback
-from ..guards.own_engine import WatchedEngine, require_alike, require_model
+from ..guards.own_engine import require_alike, require_model
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
-from ..run.run import Finished, Run, open_run
+from ..run.run import Finished, Run, Step, open_run
 from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, shown
-from ..step.step import StepRecord
+from ..step.step import MicroBatch
 from . import lineage
 from .fields import Example, Field
 from .opening import LearningRate, OwnStart
@@ -251,18 +251,18 @@ class PrivateLoop:
         with start.undone:  # if anything fails
             opened = open_run(start)
             self._registered, self._resumed = start.registered, opened.resumed
-            self._engine: WatchedEngine = start.engine
+            self._engine, self._start = start.engine, start
             self._is_alone = start.starts_from is None and not opened.ledger.opened.get("behind")
             self._ledger, self.plan = opened.ledger, opened.ledger.plan
             self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._run: Run | None = None
-            self._steps: Generator[StepRecord, None, None] | None = None
+            self._steps: Generator[Step, None, None] | None = None
             if isinstance(opened, Finished):
                 collectives.say(
                     f"{self.run_dir} is finished ({self.num_steps} steps): {self.claim}; to train further, give another run_dir"
                 )
             else:
-                self._run, self._steps = opened, opened.steps(start.registered)
+                self._run, self._steps = opened, opened.steps()
                 start.undone.callback(self._steps.close)
                 if opened.step == self.num_steps:
                     next(
@@ -349,6 +349,13 @@ class PrivateLoop:
                     "without learning_rate=, and one WeightAverage; do anything else between turns"
                 )
 
+    def _watched(self, step: Step) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of a step while the model is what passed the self-check."""
+        engine = self._engine
+        return self._start.self_checked.watched(
+            step.micro_batches, engine.device, engine.compute_dtype
+        )
+
     def step(self) -> StepResult:
         """Takes the next step. Collective.
 
@@ -388,7 +395,14 @@ class PrivateLoop:
                 ) from error
             self._over = "a step was not taken to its end"
             try:
-                record = next(self._steps, None)
+                step = next(self._steps, None)
+                if step is not None:
+                    record = self._run.take(step, self._watched(step))
+                    self._registered.move(number)
+                    self._run.keep(step)
+            except BaseException:
+                self._steps.close()  # workers end that read ahead
+                raise
             finally:  # a step that fails may have changed the weights
                 lineage.TRAINED[self.run_dir.resolve()] = self._ledger.position()
             is_last = number == self.num_steps
@@ -396,7 +410,7 @@ class PrivateLoop:
                 next(self._steps, None)  # the run's end
             charged = self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._over = ""
-            if record is None:
+            if step is None:
                 assert self._run.outcome == BUDGET_SPENT, "nothing else ends the steps of a loop"
                 raise BudgetSpent(
                     f"the privacy budget of {self.run_dir} is spent: crashes have used up its reserve, and step {number} of "

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,13 @@ from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.mechanism import clipper_of
-from ..run.run import Parts, Stored, Watcher
+from ..run.run import Parts, Stored
 from ..step import collectives
 from ..step.averaging import WeightAverage
-from ..step.batches import Dealt, most_rows
+from ..step.batches import most_rows
 from ..step.engine import to_device
 from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, settings, shown
-from ..step.step import MicroBatch, StepRecord
 from . import lineage
 from .hugging_face import loss_of
 from .reading import LOOKED_AT, LOOKED_AT_TWICE, ItemNotRead, Reader
@@ -54,7 +53,7 @@ KEPT = 2
 
 
 @dataclass
-class Registered(Watcher):
+class Registered:
     """What `PrivateLoop.register` was given: it moves on after each step, before the step's checkpoint."""
 
     schedulers: list[LRScheduler] = field(default_factory=list)
@@ -95,13 +94,8 @@ class Registered(Watcher):
                     "each turn; remove scheduler.step(), or do not register it"
                 )
 
-    def take(
-        self,
-        plan: Dealt,
-        batches: Iterator[MicroBatch],
-        step: Callable[[Iterator[MicroBatch]], StepRecord],
-    ) -> StepRecord:
-        record = step(batches)
+    def move(self, step: int) -> None:
+        """Moves all of it on by the step that was taken."""
         try:
             for scheduler in self.schedulers:
                 scheduler.step()
@@ -109,8 +103,7 @@ class Registered(Watcher):
         except Exception as error:  # the step is done and keeps its turn; the next one is refused before its charge
             self._failed = error
         if self.average is not None:
-            self.average.update(plan.step)
-        return record
+            self.average.update(step)
 
 
 @dataclass
@@ -143,6 +136,7 @@ class OwnStart:
     undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     registered: Registered = field(default_factory=Registered)
     engine: WatchedEngine = field(init=False)
+    self_checked: SelfChecked = field(init=False)
     task: Task = field(init=False)
 
     def checks(self) -> list[Callable[[], None]]:
@@ -299,26 +293,15 @@ class OwnStart:
             plan, self.model, shapes=engine.shapes, rows=rows, device=engine.device
         )
         self.undone.callback(clipped.detach)
-        checked = SelfChecked(self.model, self.task, clipped)
-
-        def read(
-            plans: Iterator[Dealt],
-        ) -> Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]:
-            steps = self.reader.steps(
-                plans, self.num_workers, pin_memory=engine.device.type == "cuda"
-            )
-            for plan_of_step, micro_batches in steps:
-                yield (
-                    plan_of_step,
-                    checked.watched(micro_batches, engine.device, engine.compute_dtype),
-                )
-
+        self.self_checked = SelfChecked(self.model, self.task, clipped)
         return Parts(
             engine=engine,
             task=self.task,
             clipped=clipped,
             noise=SystemNoise(),
-            read=read,
+            read=lambda plans: self.reader.steps(
+                plans, self.num_workers, pin_memory=engine.device.type == "cuda"
+            ),
             micro_batch_size=self.reader.micro_batch_size,
             learning_rate=self._rate,
             note_charge=self._require_untouched,

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ..card.render import one_line
 from ..errors import PrivacyConfigError
-from ..step.batches import Dealt
+from ..step.batches import StepBatch
 from .fields import Example, Unusable
 
 LOOKED_AT_TWICE = 16
@@ -188,8 +188,8 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         return MicroBatch(inputs, is_padding_B, num_undecodable)
 
     def steps(
-        self, plans: Iterator[Dealt], num_workers: int, *, pin_memory: bool = False
-    ) -> Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]:
+        self, plans: Iterator[StepBatch], num_workers: int, *, pin_memory: bool = False
+    ) -> Generator[tuple[StepBatch, Iterator[MicroBatch]], None, None]:
         """Pairs every plan with its micro-batches, which are to be read to their end before the next.
 
         Args:
@@ -199,7 +199,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         Raises:
             ItemNotRead: see `item`.
         """
-        pulled, size = deque[Dealt](), self.micro_batch_size
+        pulled, size = deque[StepBatch](), self.micro_batch_size
 
         def requests() -> Iterator[Request]:
             for plan in plans:

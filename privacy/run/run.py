@@ -1,17 +1,25 @@
 """One run: how it is opened, and how its steps are repeated. The trainer and `PrivateLoop` both do it here.
 
-`open_run` asks everything that a start can be refused for before it writes to a run; `Run.steps` charges, steps, notes, saves and
-closes. A side (trainer/run/start.py, privacy/loop/opening.py) says what it trains and reads, and adds its own checks.
+`open_run` asks everything that a start can be refused for before it writes to a run. The loop belongs to its caller: `Run.steps`
+deals a step, `Run.take` notes, charges and makes it, `Run.keep` saves it, and the turn after the last ends the run. A side
+(trainer/run/start.py, privacy/loop/opening.py) says what it trains and reads, and adds its own checks.
 """
 
+import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from ..checkpoints.read import Checkpoint, newest_whole, readable_manifests, set_aside_newer
+from ..boundary import Private
+from ..checkpoints.read import (
+    Checkpoint,
+    newest_whole,
+    readable_manifests,
+    require_recorded,
+    set_aside_newer,
+)
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
 from ..clipping import ClippedSum
 from ..errors import (
@@ -24,11 +32,12 @@ from ..errors import (
 )
 from ..gradients.recorder import Task
 from ..guards.premises import require_premises
+from ..ledger.ledger import Ledger
 from ..noise.source import NoiseSource
 from ..plan.numbers import PrivacyPlan
 from ..sampling.sampler import sampler_of
-from ..step import collectives
-from ..step.batches import Dealt, LogicalBatches
+from ..step import clock, collectives
+from ..step.batches import LogicalBatches, StepBatch
 from ..step.engine import Engine, ShardState
 from ..step.folder import RunFolder
 from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
@@ -61,7 +70,9 @@ class Parts:
     task: Task
     clipped: ClippedSum
     noise: NoiseSource
-    read: Callable[[Iterator[Dealt]], Generator[tuple[Dealt, Iterator[MicroBatch]], None, None]]
+    read: Callable[
+        [Iterator[StepBatch]], Generator[tuple[StepBatch, Iterator[MicroBatch]], None, None]
+    ]
     micro_batch_size: int
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
@@ -101,25 +112,26 @@ class Start(Protocol):
         ...
 
 
-class Watcher:
-    """What a side does around the steps of a run; this one does nothing. All of it is collective."""
+@dataclass(eq=False)
+class Step:
+    """A step that `Run.steps` deals, and that its caller takes and keeps.
 
-    def before(self, step: int) -> bool:
-        """A step is about to begin; True on any rank stops the run here."""
-        return False
+    Attributes:
+        batch: what this rank reads.
+        micro_batches: the rows of `batch`; `Run.take` reads them.
+        began: when its turn began, before anything was read for it (privacy/step/clock.py).
+        state: how far it has come; a step that stays "begun" has failed.
+    """
 
-    def take(
-        self,
-        plan: Dealt,
-        batches: Iterator[MicroBatch],
-        step: Callable[[Iterator[MicroBatch]], StepRecord],
-    ) -> StepRecord:
-        """Takes the step, which is charged in it; what follows on it here comes before its checkpoint.
+    batch: StepBatch
+    micro_batches: Iterator[MicroBatch]
+    began: Private[float]
+    state: Literal["dealt", "begun", "taken"] = field(default="dealt", init=False)
 
-        Raises:
-            StepDropped: before the intent, on all ranks; the run then stops with the state of the step before.
-        """
-        return step(batches)
+    @property
+    def number(self) -> int:
+        """From 1 on."""
+        return self.batch.step
 
 
 def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
@@ -150,7 +162,8 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
                     f"whole one is that of step {last}; restore checkpoints/ from a copy"
                 )
             if not is_dry:
-                ledger.mend()  # the crash may have come between the end and its signature
+                # The crash may have come between the end and its signature.
+                ledger.on_main(Ledger.mend)
             return Finished(ledger, resumed)
         found = ledger, resumed
         require_drawn_noise(folder, opening.plan, resumed)
@@ -185,7 +198,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     if resumed is not None:
         kept = resumed.path.name
         collectives.on_main(lambda: set_aside_newer(folder.checkpoints, kept))
-    ledger.mend()
+    ledger.on_main(Ledger.mend)
     nonce = ledger.start_session(restarted=restarted)
     if resumed is not None:
         ledger.adopt(resumed)
@@ -201,10 +214,10 @@ class Finished(NamedTuple):
 
 
 class Run:
-    """An open run: `steps` takes those that are left.
+    """An open run: `steps` deals those that are left, `take` makes one, and `keep` saves it.
 
     Attributes:
-        step: the last one that was taken; the first of this start is `first_step`.
+        step: the last one that was taken and kept; the first of this start is `first_step`.
         saved: the step of the newest checkpoint; None before the first.
         outcome: how the steps ended (privacy/errors.py); None while they go on.
         resumed: the checkpoint that this start goes on from, if there is one.
@@ -225,6 +238,8 @@ class Run:
         self.saved = None if resumed is None else resumed.step
         self.outcome: int | None = None
         self.resumed = resumed
+        self._turn: Step | None = None
+        self._is_stopped = False
         self.mechanism = Mechanism(
             plan=plan,
             clipped=parts.clipped,
@@ -252,58 +267,116 @@ class Run:
             published=ledger.checkpoint,
         )
 
-    def steps(self, watcher: Watcher | None = None) -> Generator[StepRecord, None, None]:
-        """Takes the steps that are left, and ends the run in its ledger after the last. Collective.
+    def steps(self) -> Generator[Step, None, None]:
+        """Deals the steps that are left, one a turn; ends the run in its ledger after the last. Collective.
 
-        Each is saved, where that is due, before it is yielded. The end comes when the last one was yielded and the next is asked
-        for, so that a side may still look at the model. Steps that end early are saved, too; `outcome` says why.
+            for step in run.steps():
+                record = run.take(step)
+                average.update(step.number)  # belongs into the checkpoint
+                run.keep(step)
+                print(record)  # a user's code sees the step
+
+        The run ends when its last step is kept and the next is asked for, so that the caller may still look at the model. A run
+        that ends early is saved, too; `outcome` says why. A caller that leaves the loop by itself saves and ends nothing.
 
         Raises:
-            WeightsNotFinite, CheckpointWriteError: a step cannot be saved.
+            RuntimeError: the step of the last turn was not taken, or not kept.
+            WeightsNotFinite, CheckpointWriteError: the last step cannot be saved.
         """
-        side, plan, parts = watcher or Watcher(), self.plan, self.parts
-        interval = parts.save_every or max(1, plan.reserved_attempts // 20)
-        reading = parts.read(self._batches.plans(self.step + 1, plan.num_steps))
-        try:
-            while self.step < plan.num_steps:
-                asked = side.before(self.step + 1)
+        last = self.plan.num_steps
+        with contextlib.closing(
+            self.parts.read(self._batches.plans(self.step + 1, last))
+        ) as reading:
+            while self.step < last:
+                self._require_turn_is_over()
+                began = clock.now()  # the wait for data is in a step's time
                 # The same answer on all ranks: one that went on alone would wait for the others in its next collective.
-                is_spent, is_stopped = collectives.on_any(self.ledger.budget_is_spent(), asked)
+                is_spent, is_stopped = collectives.on_any(
+                    self.ledger.budget_is_spent(), self._is_stopped
+                )
                 if is_spent or is_stopped:
                     self.outcome = BUDGET_SPENT if is_spent else STOPPED_EARLY
                     break
-                dealt, micro_batches = next(reading)
-                # Before the intent, so that every charge has its private record of whom it was spent on.
-                self.ledger.note(dealt, parts.micro_batch_size, parts.nodes)
-                try:
-                    record = side.take(
-                        dealt, micro_batches, partial(train_step, self.mechanism, dealt.step)
-                    )
-                except StepDropped:
-                    self.outcome = STOPPED_EARLY
+                self._turn = Step(*next(reading), began)
+                yield self._turn
+                if self.outcome is not None:  # the step was dropped
                     break
-                self.step = dealt.step
-                self._checkpoints.finish()  # one step after it began, whatever the clock: the ledger shows where (contract 12)
-                if self.step % interval == 0 or self.step == plan.num_steps:
-                    self.save()
-                if self.step == plan.num_steps:
-                    self._checkpoints.finish()
-                yield record
             else:
                 self.outcome = DONE
-        finally:
-            reading.close()
         self.save()  # a run that ends before its first step still leaves a model
         self._checkpoints.finish()
         if self.outcome == DONE:
             self.ledger.close_run()
+
+    def stop(self) -> None:
+        """Asks for the end of the run before its next step; one rank that asks is enough."""
+        self._is_stopped = True
+
+    def take(self, step: Step, micro_batches: Iterator[MicroBatch] | None = None) -> StepRecord:
+        """Notes, charges and makes the step of this turn. Collective.
+
+        Args:
+            micro_batches: in place of the step's own.
+
+        Raises:
+            StepDropped: before the intent, on all ranks: the step costs nothing, and the next turn ends the run.
+            RuntimeError: another turn's step, or one that was begun before.
+        """
+        self._require(step, "dealt")
+        step.state = "begun"
+        # Before the intent, so that every charge has its private record of whom it was spent on.
+        self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
+        rows = step.micro_batches if micro_batches is None else micro_batches
+        try:
+            record = train_step(self.mechanism, step.number, rows)
+        except StepDropped:
+            self._turn, self.outcome = None, STOPPED_EARLY
+            raise
+        step.state = "taken"
+        return record
+
+    def keep(self, step: Step) -> None:
+        """Counts the step that was taken as done, and saves it where that is due. Collective.
+
+        Averages and schedulers have moved by then, since a resume goes on from the checkpoint; code of a user has not run, since
+        the checkpoint holds what the mechanism made.
+
+        Raises:
+            RuntimeError: the step was not taken in this turn.
+            WeightsNotFinite, CheckpointWriteError: it cannot be saved.
+        """
+        self._require(step, "taken")
+        self._turn, self.step = None, step.number
+        # One step after it began, whatever the clock: the ledger shows where (contract 12).
+        self._checkpoints.finish()
+        interval = self.parts.save_every or max(1, self.plan.reserved_attempts // 20)
+        is_last = self.step == self.plan.num_steps
+        if self.step % interval == 0 or is_last:
+            self.save()
+        if is_last:
+            self._checkpoints.finish()
+
+    def _require(self, step: Step, state: str) -> None:
+        if step is not self._turn or step.state != state:
+            raise RuntimeError(
+                f"step {step.number} is not one that is {state} in this turn: call run.take(step), then run.keep(step), once each"
+            )
+
+    def _require_turn_is_over(self) -> None:
+        if self._turn is not None:
+            raise RuntimeError(
+                f"step {self._turn.number} is {self._turn.state} and not kept: call run.take(step), then run.keep(step), in "
+                "every turn"
+            )
 
     def save(self) -> None:
         """Writes a checkpoint of the last step, or starts to, if there is none; the ledger notes it when it is whole. Collective.
 
         Raises:
             WeightsNotFinite: there is nothing to save (on rank 0, RemoteError elsewhere).
+            RuntimeError: a turn is not over; the weights may be those of half a step.
         """
+        self._require_turn_is_over()
         if self.saved == self.step:
             return
         require_finite(self.parts.engine, self.step)
@@ -341,14 +414,15 @@ def load_newest(
             one that the ledger recorded.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
-    if checkpoint is not None and not checkpoint.manifest.get("ledger"):
+    if checkpoint is None:
+        return None
+    if not checkpoint.manifest.get("ledger"):
         raise PrivacyStateRefused(
             f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
             "weights from elsewhere are what a new run folder starts from"
         )
-    if checkpoint is not None:
-        ledger.require_recorded(checkpoint.path)
-    if checkpoint is not None and take_weights is not None:
+    ledger.on_main(lambda on_rank_0: require_recorded(checkpoint.path, on_rank_0.state))
+    if take_weights is not None:
         take_weights(checkpoint)
     return checkpoint
 

@@ -60,15 +60,16 @@ def most_rows(plan: PrivacyPlan, micro_batch_size: int, nodes: Sequence[int] = (
     return 2 * count * micro_batch_size
 
 
-class Dealt(NamedTuple):
-    """What one rank reads for one logical step.
+class StepBatch(NamedTuple):
+    """What one rank reads for one logical step; the data room takes it as it is.
 
     Attributes:
         step: number of the logical step.
-        example_ids: int64, this rank's examples in rising order.
+        example_ids: int64, this rank's examples in rising order; reading does not rely on the order.
         example_keys: uint64, one secret random key per example (augmentation, masks).
-        num_micro_batches: at least 1, the same on every rank.
-        rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows.
+        num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
+        rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows; one after the other from
+            row 0 on if None.
     """
 
     step: int
@@ -100,12 +101,12 @@ class LogicalBatches:
     nodes: tuple[int, ...] = ()
     expected_batch_size: int = 0
 
-    def plans(self, first_step: int, last_step: int) -> Iterator[Dealt]:
+    def plans(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
         """The plans of steps first_step..last_step, drawn when they are pulled."""
         for step in range(first_step, last_step + 1):
             yield self.plan(step)
 
-    def plan(self, step: int) -> Dealt:
+    def plan(self, step: int) -> StepBatch:
         """The plan of one step. Collective."""
         rank, world_size = collectives.rank(), collectives.world_size()
         attempt = self.attempts.get(step, 0)
@@ -131,4 +132,4 @@ class LogicalBatches:
             row_key, step, members, count * self.micro_batch_size, world_size, rank, shares
         )
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
-        return Dealt(step, ids, keys, count, rows)
+        return StepBatch(step, ids, keys, count, rows)

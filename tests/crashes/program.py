@@ -26,6 +26,7 @@ from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newe
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import chain, durable, records, shared
 from privacy.ledger.chain import ChainState
+from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan, make_plan
@@ -33,7 +34,7 @@ from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
 from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
-from privacy.step.batches import Dealt as StepPlan
+from privacy.step.batches import StepBatch
 from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 
@@ -112,7 +113,7 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
             folder.begin()
             if resumed is not None:
                 set_aside_newer(folder.checkpoints, resumed.path.name)
-        run.mend()
+        run.on_main(Ledger.mend)
         yield run, resumed
 
 
@@ -137,7 +138,7 @@ def start(
         )
         first = 1 if resumed is None else resumed.step + 1
         for step in range(first, STEPS + 1):
-            plan = StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
+            plan = StepBatch(step, np.arange(step), np.zeros((step, 2), np.uint64), 1)
             run.note(plan, micro_batch_size=40)
             run.intent(step, releases=[release_of_step(PLAN.noise_multiplier, PLAN.max_grad_norm)])
             note((nonce.hex(), step, run.attempts.get(step, 0)))
@@ -205,7 +206,7 @@ def charged(root: Path, remembered: Remembered) -> tuple[set[tuple[str, int, int
     with quick(99) as patch:
         remembered.watching(patch)
         with opened(root) as (run, _):
-            state = run._on_main.state
+            state = run._on_main.ledger.state
             intents = {(intent.nonce, intent.step, intent.attempt) for intent in state.intents}
             return intents, state.num_charged, run.is_closed
 

@@ -14,8 +14,9 @@ from data.examples.examples import CaptionExample, read_label
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.examples.transforms import denormalize
 from data.index.build import build_index
-from data.reading.loader import Loader, StepPlan
+from data.reading.loader import Loader
 from data.reading.reader import MAX_CAPTION_BYTES, RawExample, TarReader
+from privacy.step.batches import StepBatch
 from tests.data.conftest import ROOT, archive, bomb, encode, picture
 
 MAKE = CaptionExample(image_size=16, num_tokens=12, tokenizer_path=EMBEDDED_TOKENIZER, train=False)
@@ -92,7 +93,7 @@ def batch_of(path: Path, tmp_path: Path, make: CaptionExample = MAKE):  # type: 
     loader = Loader(table, make, micro_batch_size=len(ids), num_workers=0)
     [batch] = [
         batch
-        for _, batches in loader.steps(iter([StepPlan(0, ids, ids.astype(np.uint64), 1)]))
+        for _, batches in loader.steps(iter([StepBatch(0, ids, ids.astype(np.uint64), 1)]))
         for batch in batches
     ]
     return table, batch

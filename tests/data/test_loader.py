@@ -20,8 +20,9 @@ from data.examples.examples import CaptionExample, MakeExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.tar_index import ExampleTable
-from data.reading.loader import Loader, MicroBatches, MicroBatchRequest, StepPlan, eval_batches
+from data.reading.loader import Loader, MicroBatches, MicroBatchRequest, eval_batches
 from data.reading.reader import RawExample, TarReader
+from privacy.step.batches import StepBatch
 from tests.data.conftest import ROOT
 from tests.processes import Forked, kill_group
 
@@ -36,7 +37,7 @@ def no_worker_is_left() -> Iterator[None]:
         child.kill()
 
 
-def plans(pulls: list[int] | None = None) -> Iterator[StepPlan]:
+def plans(pulls: list[int] | None = None) -> Iterator[StepBatch]:
     """Five steps of two micro-batches of three; counts how many were pulled."""
     rng = np.random.default_rng(0)
     for step in range(5):
@@ -44,7 +45,7 @@ def plans(pulls: list[int] | None = None) -> Iterator[StepPlan]:
             pulls.append(step)
         ids = np.sort(rng.choice(12, size=[6, 0, 2, 5, 3][step], replace=False))
         keys = rng.integers(0, 2**63, len(ids)).astype(np.uint64)
-        yield StepPlan(step, ids.astype(np.int64), keys, 2)
+        yield StepBatch(step, ids.astype(np.int64), keys, 2)
 
 
 def collect(table: ExampleTable, num_workers: int) -> list[tuple[int, list[Batch]]]:
@@ -105,7 +106,7 @@ def test_what_no_key_changes_is_read_and_decoded_once_as_far_as_it_fits(
 def test_examples_stand_in_the_rows_of_the_plan(table: ExampleTable) -> None:
     """Micro-batches of any filling, an empty one among them; 5 and 8 cannot be decoded."""
     ids, rows = np.array([0, 4, 5, 8, 10], dtype=np.int64), np.array([11, 2, 0, 9, 3])
-    plan = StepPlan(0, ids, np.arange(5, dtype=np.uint64), 4, rows)
+    plan = StepBatch(0, ids, np.arange(5, dtype=np.uint64), 4, rows)
     loader = Loader(table, MAKE, micro_batch_size=4, num_workers=0)
     [(_, batches)] = [(got, list(batches)) for got, batches in loader.steps(iter([plan]))]
     assert [batch.num_undecodable for batch in batches] == [1, 0, 1, 0]
@@ -188,7 +189,7 @@ def test_read_errors_keep_type_and_message(
 
 
 def read_one(table: ExampleTable, make: MakeExample, key: int = 1, num_workers: int = 1) -> None:
-    plan = StepPlan(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
+    plan = StepBatch(0, np.array([1]), np.array([key], dtype=np.uint64), 1)
     list(Loader(table, make, micro_batch_size=1, num_workers=num_workers).steps(iter([plan])))
 
 
@@ -240,12 +241,13 @@ sys.path.insert(0, sys.argv[1])
 if __name__ == "__main__":
     from pathlib import Path
     import multiprocessing, numpy as np
-    from data.reading.loader import Loader, StepPlan
+    from data.reading.loader import Loader
+    from privacy.step.batches import StepBatch
     from data.index.tar_index import ExampleTable
     from tests.data.test_loader import Failing
     table = ExampleTable.open(Path(sys.argv[2]), Path(sys.argv[3]))
     loader = Loader(table, Failing(), micro_batch_size=1, num_workers=2)
-    plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
+    plan = StepBatch(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
     steps = loader.steps(plan for _ in range(1000))
     next(steps)
     print(*[child.pid for child in multiprocessing.active_children()], flush=True)
@@ -272,10 +274,10 @@ def test_workers_end_with_their_trainer(table: ExampleTable, tmp_path: Path) -> 
 def test_plans_and_sizes_that_do_not_fit(table: ExampleTable) -> None:
     loader = Loader(table, MAKE, micro_batch_size=2, num_workers=0)
     for ids, keys, count in ([1, 2, 3], 3, 1), ([1], 2, 1), ([], 0, 0):
-        plan = StepPlan(0, np.array(ids, dtype=np.int64), np.zeros(keys, dtype=np.uint64), count)
+        plan = StepBatch(0, np.array(ids, dtype=np.int64), np.zeros(keys, dtype=np.uint64), count)
         with pytest.raises(DataError, match="step 0"):
             list(loader.steps(iter([plan])))
-    plan = StepPlan(0, np.array([12]), np.array([1], dtype=np.uint64), 1)
+    plan = StepBatch(0, np.array([12]), np.array([1], dtype=np.uint64), 1)
     with pytest.raises(DataError, match="from 0 to 11"):
         list(loader.steps(iter([plan])))
     with pytest.raises(DataError):

@@ -25,9 +25,10 @@ from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.tar_index import ExampleTable
-from data.reading.loader import Loader, StepPlan
+from data.reading.loader import Loader
 from data.reading.reader import TarReader
 from data.reading.records import RemoteOptions
+from privacy.step.batches import StepBatch
 from tests.data.conftest import ROOT
 from tests.data.support.servers import RangeServer, range_server
 from tests.distributed.ranks import free_port
@@ -110,7 +111,7 @@ def test_a_read_error_ends_the_step_and_is_no_zero_gradient(
 ) -> None:
     server.faults.extend([403])
     loader = Loader(remote, MAKE, micro_batch_size=3, num_workers=1)
-    plan = StepPlan(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
+    plan = StepBatch(0, np.array([1]), np.array([1], dtype=np.uint64), 1)
     with pytest.raises(ReadError, match="access is refused"):
         list(loader.steps(iter([plan])))
 

@@ -15,9 +15,10 @@ from data.examples.examples import CaptionExample
 from data.examples.tokenizer import EMBEDDED_TOKENIZER
 from data.index.build import build_index
 from data.index.shards import find_shards, local_shards
-from data.reading.loader import StepPlan, eval_batches
+from data.reading.loader import eval_batches
 from data.reading.streaming import Stream, StreamingLoader
 from data.synthetic.write import Settings, write_synthetic
+from privacy.step.batches import StepBatch
 
 MAKE = CaptionExample(16, 12, EMBEDDED_TOKENIZER, train=False)
 
@@ -71,9 +72,9 @@ def test_each_example_comes_once_an_epoch_in_an_order_of_the_seed(
     assert once == twice[0][: len(once)] != captions(5, 1, 0) and twice[0][len(once) :] != once
 
 
-def plans(count: int) -> Iterator[StepPlan]:
+def plans(count: int) -> Iterator[StepBatch]:
     return (
-        StepPlan(step, np.zeros(0, np.int64), np.zeros(0, np.uint64), 1)
+        StepBatch(step, np.zeros(0, np.int64), np.zeros(0, np.uint64), 1)
         for step in range(1, count + 1)
     )
 

@@ -22,7 +22,7 @@ from privacy.plan.numbers import usual_cap
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, slice_bounds
 from privacy.step import collectives
-from privacy.step.batches import Dealt, LogicalBatches
+from privacy.step.batches import LogicalBatches, StepBatch
 from tests.rehearsal.part import GIB, ROOT, Part, lap, peak_bytes
 
 NUM_EXAMPLES, BATCH, WORLD_SIZE = 233_804_767, 1_310_720, 128
@@ -151,7 +151,7 @@ def plan_as_rank(index: Path, num_examples: int, batch: int, rank: int) -> dict[
     }
 
 
-def plan_of_rank(sampler: PoissonSampler, rank: int, gathered: object) -> Dealt:
+def plan_of_rank(sampler: PoissonSampler, rank: int, gathered: object) -> StepBatch:
     """The plan of step 1 of one of 128 ranks, where `gathered` stands for what the ranks send each other."""
     batches = LogicalBatches(sampler, SamplingKey(SECRET), NONCE, {}, MICRO_BATCH)
     with (

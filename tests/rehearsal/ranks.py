@@ -31,14 +31,15 @@ import torch
 import torch.distributed as dist
 
 from privacy.clipping import ClippedSum
-from privacy.ledger.members import MembersRecord, read_lines
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.members import MarkedLedger, MembersRecord, read_lines
 from privacy.plan.numbers import make_plan
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
 from privacy.sampling.sampler import sampler_of
 from privacy.step import collectives
-from privacy.step.batches import Dealt, LogicalBatches, most_micro_batches
+from privacy.step.batches import LogicalBatches, StepBatch, most_micro_batches
 from privacy.step.engine import ShardLayout
 from privacy.sums import reduction
 from privacy.sums.grid import SHORT, Grid
@@ -296,14 +297,13 @@ def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any
     expected = fleet.config.privacy.expected_batch_size
     ids = np.arange(expected // world_size + 1, dtype=np.int64)
     batches = fleet.batches
-    ledger = SimpleNamespace(position=lambda: (7, "0" * 64))
+    ledger = MarkedLedger(cast(Ledger, SimpleNamespace(position=lambda: (7, "0" * 64))), path)
     rank_0 = SimpleNamespace(
         plan=SimpleNamespace(enabled=True),
         key=batches.key,
         attempts={},
         _nonce=batches.nonce,
         _on_main=ledger,
-        _members_path=path,
     )
     standing_in = patch.multiple(
         collectives,
@@ -313,7 +313,7 @@ def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any
     )
     with standing_in, lap(measured, "note"):
         for step in range(1, RECORDS + 1):
-            dealt = Dealt(step, ids, np.empty(0, np.uint64), 1)
+            dealt = StepBatch(step, ids, np.empty(0, np.uint64), 1)
             RunLedger.note(cast(RunLedger, rank_0), dealt, batches.micro_batch_size)
     with lap(measured, "read"):
         records = list(read_lines(path))

@@ -27,7 +27,7 @@ from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
-from privacy.step.batches import Dealt as StepPlan
+from privacy.step.batches import StepBatch
 from tests.privacy.ledger_files import rechained
 
 LEDGER, MIRROR, MEMBERS, KEY = "ledger.jsonl", "mirror.jsonl", "members.jsonl", "sampling.key"
@@ -75,7 +75,7 @@ def session(folder: Path, own: PrivacyPlan, *numbers: int, mirrored: bool, dies:
         for step in numbers:
             last = step == numbers[-1]
             run.note(
-                StepPlan(step, np.arange(step), np.zeros((step, 2), np.uint64), 1),
+                StepBatch(step, np.arange(step), np.zeros((step, 2), np.uint64), 1),
                 micro_batch_size=40,
             )
             if last and dies == "intent":

@@ -5,12 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from data.reading.loader import StepPlan
 from privacy.plan.numbers import usual_cap
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, example_keys
 from privacy.step import collectives
-from privacy.step.batches import LogicalBatches
+from privacy.step.batches import LogicalBatches, StepBatch
 
 NUM_EXAMPLES = 503
 NONCE = bytes(range(16))
@@ -31,7 +30,7 @@ def logical_batches(
 
 def plans_of_all(
     made: LogicalBatches, world_size: int, step: int, monkeypatch: pytest.MonkeyPatch
-) -> list[StepPlan]:
+) -> list[StepBatch]:
     """Every rank's plan of one step, without other processes: each rank's decisions are handed to the others."""
     coin_key = made.key.coin_key(made.nonce, made.attempts.get(step, 0))
     bounds = [

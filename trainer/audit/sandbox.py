@@ -52,11 +52,10 @@ from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
 from privacy.run.ledger import open_ledger
-from privacy.run.run import Parts, Run, Start, Watcher, open_run
+from privacy.run.run import Parts, Run, Start, Step, open_run
 from privacy.step import collectives
-from privacy.step.batches import Dealt
 from privacy.step.folder import RunFolder
-from privacy.step.step import MicroBatch, StepRecord
+from privacy.step.step import MicroBatch
 from trainer.audit.canary_model import (
     EMBEDDING,
     KEY_BITS,
@@ -240,10 +239,6 @@ def _rank(
     finish(0)
 
 
-class _Ended(Exception):
-    """The process would have been killed here, or there is nothing more to judge."""
-
-
 class Fsync(NamedTuple):
     """What an fsync made durable.
 
@@ -260,7 +255,7 @@ class Fsync(NamedTuple):
     inodes: dict[str, int]
 
 
-class Tape(Watcher):
+class Tape:
     """What one rank does, attempt by attempt. It is the noise source too, and stands around functions of the process.
 
     Times are of the machine's monotonic clock, so that those of all ranks, which run on one machine, can be compared.
@@ -347,49 +342,50 @@ class Tape(Watcher):
             is_absent_B = ~torch.from_numpy(self._present_N)[canaries_B]
             yield batch._replace(is_padding_B=batch.is_padding_B | is_absent_B)  # type: ignore[attr-defined]  # a NamedTuple
 
-    # What it does around the steps of a run.
+    # The steps of a run.
 
-    def before(self, step: int) -> bool:
-        if self.session == 0 and step == self.last:
-            self.run.save()
-        return step > self.last
+    def take_steps(self) -> None:
+        """Takes the session's steps; the first session is "killed" before the `done` of its last."""
+        run, is_first = self.run, self.session == 0
+        with contextlib.closing(run.steps()) as steps:
+            for step in steps:
+                is_killed = is_first and step.number == self.last
+                self._take(step, is_killed=is_killed)
+                if is_killed or not self.is_finite:
+                    break
+                run.keep(step)
+                if is_first and step.number == self.last - 1:
+                    run.save()
+                if step.number == self.last:
+                    run.stop()
 
-    def take(
-        self,
-        plan: Dealt,
-        batches: Iterator[MicroBatch],
-        step: Callable[[Iterator[MicroBatch]], StepRecord],
-    ) -> StepRecord:
+    def _take(self, step: Step, *, is_killed: bool) -> None:
         run = self.run
-        is_killed = self.session == 0 and plan.step == self.last
         self._begin()  # a start may have reduced made-up sums
         # Silent steps show the clipped sums exactly; the noise is drawn all the same, and its numbers are kept.
-        self._is_silent = plan.step <= self._num_silent
+        self._is_silent = step.number <= self._num_silent
         before = self._weights()
         with ExitStack() as around:
             watch = partial(self._step, run.parts.engine.step)
             around.enter_context(mock.patch.object(run.parts.engine, "step", watch))
             if is_killed:  # between the update and its `done`
                 around.enter_context(mock.patch.object(run.ledger, "done"))
-            record = step(self._batches(batches))
+            run.take(step, self._batches(step.micro_batches))
         after = self._weights()
-        self._end(plan, before, after)
+        self._end(step.number, before, after)
         self.is_finite = not collectives.on_any(not np.isfinite(after).all())[0]
-        if is_killed or not self.is_finite:
-            raise _Ended
-        return record
 
     def _weights(self) -> np.ndarray:
         # A copy, since an engine may hand out views of what it updates in place.
         return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
 
-    def _end(self, plan: Dealt, before: np.ndarray, after: np.ndarray) -> None:
+    def _end(self, step: int, before: np.ndarray, after: np.ndarray) -> None:
         drawn = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy()
         ids, keys = (torch.cat(column).cpu().numpy() for column in zip(*self._seen, strict=True))
         # A source that was asked for another number leaves no numbers that could be laid beside the coordinates.
         self.attempts.append(
             {
-                "step": plan.step,
+                "step": step,
                 "session": self.session,
                 "silent": self._is_silent,
                 "before": before,
@@ -466,7 +462,7 @@ def run_sandbox(
 
     with tape.watch():
         for tape.session, (size, tape.last) in enumerate(zip(sizes, ends, strict=True)):
-            with contextlib.suppress(_Ended), ExitStack() as around:
+            with ExitStack() as around:
                 start = side(folder, canaries, request, size)
                 around.callback(start.folder.release)
                 opening = partial(
@@ -479,8 +475,7 @@ def run_sandbox(
                 assert isinstance(opened, Run), "no session but the last ends the run"
                 around.callback(opened.ledger.release)
                 tape.run = opened
-                for _ in opened.steps(tape):
-                    pass
+                tape.take_steps()
             if not tape.is_finite:
                 break
     tapes = collectives.gather_objects((tape.attempts, tape.fsyncs))

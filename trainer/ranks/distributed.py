@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from privacy.step.batches import Dealt
+from privacy.step.batches import StepBatch
 from privacy.step.collectives import gather_objects
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
 from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks, launcher_processes
@@ -216,7 +216,7 @@ def reading(items: Iterator[T], what: str) -> Iterator[T]:
     return _waiting(items, what, moves=True)
 
 
-def dealing(plans: Iterator[Dealt]) -> Iterator[Dealt]:
+def dealing(plans: Iterator[StepBatch]) -> Iterator[StepBatch]:
     """Yields plans that are drawn when they are pulled, by all ranks together: a rank that stands still in it does not move."""
     return _waiting(plans, "the examples of the next step are dealt", moves=False)
 

@@ -15,7 +15,7 @@ from torch import nn
 from data.batch import Batch
 from data.index.shards import local_shards, require_a_shard
 from data.index.tar_index import ExampleTable
-from data.reading.loader import Loader, StepPlan
+from data.reading.loader import Loader
 from data.reading.streaming import Stream, StreamingLoader
 from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
@@ -31,7 +31,7 @@ from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step import collectives
 from privacy.step.allocator import give_back_freed_memory, keep_freed_memory
 from privacy.step.averaging import WeightAverage
-from privacy.step.batches import Dealt
+from privacy.step.batches import StepBatch
 from privacy.step.collectives import first_on_main, on_main, refuse_together
 from privacy.step.engine import (
     Engine,
@@ -464,15 +464,12 @@ def kinds(model: nn.Module) -> set[object]:
 
 
 def _read(
-    loader: Loader | StreamingLoader, plans: Iterator[Dealt]
-) -> Generator[tuple[Dealt, Iterator[Batch]], None, None]:
-    """The data room reads what it is told, and knows no plan of privacy."""
-    plans = distributed.dealing(plans)
-    with contextlib.closing(loader.steps(itertools.starmap(StepPlan, plans))) as steps:
-        for plan, batches in distributed.reading(
+    loader: Loader | StreamingLoader, batches: Iterator[StepBatch]
+) -> Generator[tuple[StepBatch, Iterator[Batch]], None, None]:
+    """Reads micro-batches, and tells the heartbeat what a rank waits for."""
+    with contextlib.closing(loader.steps(distributed.dealing(batches))) as steps:
+        for batch, micro_batches in distributed.reading(
             steps, "the first micro-batch of the next step is read"
         ):
-            yield (
-                Dealt(*plan),
-                distributed.reading(batches, f"the next micro-batch of step {plan.step} is read"),
-            )
+            what = f"the next micro-batch of step {batch.step} is read"
+            yield batch, distributed.reading(micro_batches, what)
