@@ -41,6 +41,7 @@ ONLY_IN = {
     "fsspec": ("data/reading/remote.py",),
     "aiohttp": ("data/reading/remote.py",),
     "torchvision": (),  # it does not import next to a CPU build of torch
+    "unittest": ("trainer/audit/sandbox.py",),  # nothing that runs is patched
 }
 """Where a package may be imported in what runs; tests are free."""
 CARRIED = ROOT / "models/converters/modeling_captioner.py"
@@ -202,20 +203,41 @@ NUMBERS = ("privacy.accounting.", "privacy.plan.", "privacy.errors")
 """What a plan consists of."""
 
 
-def test_a_plan_knows_nothing_of_the_mechanism() -> None:
-    trees = {
-        relative(path).removesuffix(".py").replace("/", "."): parsed(path)
-        for path in python_files("privacy")
-    }
-    graph = import_graph(trees)
-    waiting, reached = [name for name in graph if name.startswith("privacy.plan.")], set[str]()
+def graph_of(*packages: str) -> dict[str, set[str]]:
+    """Module -> the modules that it imports, inside of functions too."""
+    trees = {}
+    for path in python_files(*packages):
+        module = relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        trees[module] = parsed(path)
+    return import_graph(trees)
+
+
+def reached_from(modules: list[str], graph: dict[str, set[str]]) -> set[str]:
+    """The modules that these import, through others too, and themselves."""
+    waiting, reached = [*modules], set[str]()
     while waiting:
         module = waiting.pop()
         if module not in reached:
             reached.add(module)
             waiting += graph[module]
+    return reached
+
+
+def test_a_plan_knows_nothing_of_the_mechanism() -> None:
+    graph = graph_of("privacy")
+    reached = reached_from([name for name in graph if name.startswith("privacy.plan.")], graph)
     others = {name for name in reached if not name.startswith(NUMBERS)}
     assert not others, sorted(others)
+
+
+def test_no_training_asks_the_planner() -> None:
+    """`train.py` reaches it for dry runs alone."""
+    graph = graph_of(*PACKAGES)
+    assert "trainer.planner.probe" in reached_from(["trainer.run.dry_run"], graph)
+    graph["launch_scripts.train"].remove("trainer.run.dry_run")
+    reached = reached_from(["launch_scripts.train"], graph)
+    assert "trainer.run.clipping_mode" in reached
+    assert [name for name in reached if name.startswith("trainer.planner")] == []
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.what)
@@ -291,12 +313,7 @@ def test_no_error_is_swallowed() -> None:
 
 def test_no_file_imports_itself_through_others() -> None:
     """A circle of files is one file that nobody can read in parts."""
-    trees = {}
-    for path in python_files(*PACKAGES):
-        trees[relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = (
-            parsed(path)
-        )
-    assert import_circle(import_graph(trees)) == []
+    assert import_circle(graph_of(*PACKAGES)) == []
 
 
 def test_no_stand_in_for_a_type_outside_of_tests() -> None:

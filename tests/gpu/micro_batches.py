@@ -16,8 +16,8 @@ MODES = ("non_private", "bookkeeping", "two_pass")
 FULL = (Workload("dpcap_base", 128, 7, "dpcap_base"), Workload("dpcap_large", 64, 7, "dpcap_large"))
 REDUCED = (Workload("dpcap_nano", 2, 2, "dpcap_nano"),)
 MOST_TIME, MOST_MEMORY, LEAST_SHARE = 1.20, 1.15, 0.45
-"""Targets of `dpcap_large` in bf16 by book-keeping: to non-private time (what benchmarks/roofline.py asks on paper; 1.10 is the
-goal) and memory, of the measured peak of matrix products."""
+"""Targets of `dpcap_large` in bf16 by book-keeping: to non-private time (1.10 is the goal) and memory, and of the measured peak
+of matrix products."""
 
 
 def checks(setting: Setting) -> Iterator[Check]:

@@ -139,8 +139,8 @@ class PrivacySection(Section, Choices):
     target_delta: float | None = Field(None, gt=0, lt=1)
     """Default 1 / (2n)."""
     clipping_mode: Literal["auto", "bookkeeping", "two_pass"] = "auto"
-    """One backward, or two with less memory; the sum is the same. By default the first where its predicted memory is
-    available (trainer/run/clipping_mode.py). May change between starts."""
+    """One backward, or two with less memory; the sum is the same. By default the first where a trial with made-up
+    examples shows that it fits (trainer/run/clipping_mode.py). May change between starts."""
     reserved_attempts: Count | None = None
     """Attempts that the budget keeps for crashed steps; default max(2, 1 % of the steps)."""
     allow_small_noise: bool = False
