@@ -21,7 +21,8 @@ from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.loop import opening
-from privacy.noise.source import SystemNoise, refutation
+from privacy.noise import refutation
+from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
