@@ -25,7 +25,7 @@ model = torch.nn.Linear(4, 2)
 with PrivateLoop(
     model, torch.optim.Adam(model.parameters(), lr=0.01), torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()),
     example=(floats(4), integers(2)), loss=lambda x, y: F.cross_entropy(model(x), y, reduction="none"),
-    run_dir={run_dir!r}, expected_batch_size=20, num_steps=3, noise_multiplier=4.0,
+    run_dir={run_dir!r}, expected_batch_size=20, num_steps=3, noise_multiplier=4.0, starts_from="public",
 ) as loop:
     for step in loop:
         print(step.number, step.epsilon)

@@ -139,7 +139,6 @@ class PrivateLoop:
         unit: what one item is, in words for the card.
         starts_from: where the model's weights come from, frozen ones and buffers too: "public" for what no private run has
             trained, or the run folders of all private runs that did, whose ledgers are then copied and composed with this one.
-            None claims for this run alone; it is refused once this program has seen weights of a private run (lineage.py).
         restart_from_step_0: the run has lost all its checkpoints; all steps are charged again.
 
     Raises:
@@ -147,10 +146,11 @@ class PrivateLoop:
         PrivacyStateRefused: the run folder's parts do not fit together (exit 4).
     """
 
-    def __new__(cls, *_: object, **given: object) -> Self:
+    def __new__(cls, *_: object, **given: Any) -> Self:
         """Refuses an unknown keyword with the name that is meant, where Python would say what is missing."""
         if cls.__init__ is PrivateLoop.__init__:
             require_known(given, inspect.signature(cls.__init__).parameters, "PrivateLoop")
+            lineage.stated(given.get("starts_from"))
         return super().__new__(cls)
 
     def __init__(
@@ -178,7 +178,7 @@ class PrivateLoop:
         unusable_as_zero: bool = False,
         ledger_mirror: str | Path | None = None,
         unit: str = "one item of the data set",
-        starts_from: lineage.StartsFrom = None,
+        starts_from: lineage.StartsFrom,
         restart_from_step_0: bool = False,
     ) -> None:
         require_model(model)
@@ -252,7 +252,6 @@ class PrivateLoop:
             opened = open_run(start)
             self._registered, self._resumed = start.registered, opened.resumed
             self._engine, self._start = start.engine, start
-            self._is_alone = start.starts_from is None and not opened.ledger.opened.get("behind")
             self._ledger, self.plan = opened.ledger, opened.ledger.plan
             self._charged = collectives.on_main(lambda: self._ledger.num_charged)
             self._run: Run | None = None
@@ -292,9 +291,9 @@ class PrivateLoop:
 
     @property
     def claim(self) -> str:
-        """Epsilon and delta in words, epsilon rounded up; "of this run alone" where nobody said what the weights started from."""
+        """Epsilon and delta in words, epsilon rounded up."""
         useless = useless_delta(self.delta, self.plan.num_examples)
-        words = f"epsilon {rounded_up(self.epsilon)} at delta {self.delta:g}{' of this run alone' * self._is_alone}"
+        words = f"epsilon {rounded_up(self.epsilon)} at delta {self.delta:g}"
         return words + (f"; {useless}" if useless else "")
 
     def __iter__(self) -> Iterator[StepResult]:

@@ -130,7 +130,7 @@ class OwnStart:
     mirror: Path | None
     unit: str
     may_restart: bool
-    starts_from: list[Path] | None = None
+    starts_from: list[Path]
     is_new: bool = field(default=True, init=False)
     ledger: RunLedger = field(init=False)
     undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -182,9 +182,6 @@ class OwnStart:
         collectives.on_main(lambda: require_apart(roles, self.folder.root))
         collectives.on_main(self.folder.take)
         self.undone.callback(self.folder.release)
-        collectives.on_main(
-            lambda: lineage.require_stated(self.model, self.folder, self.starts_from)
-        )
 
     def _take_model(self) -> None:
         """Ranks begin with rank 0's parameters and buffers, as under DistributedDataParallel; shards are a rank's own."""
@@ -343,7 +340,7 @@ class OwnStart:
     def _configuration(self) -> str:
         """The run's configuration in the trainer's words, which the card, the audit and verify.py compare with the ledger."""
         request, mirror = self.request, self.mirror
-        # Names as the ledger has them: two folders of one run are one, and a resume need not say it again.
+        # Names as the ledger has them: two folders of one run are one.
         behind = [place["run"] for place in self.ledger.opened.get("behind", ())]
         asked = (
             "expected_batch_size",
@@ -356,9 +353,7 @@ class OwnStart:
             "data": {"num_examples": request.num_examples},
             "privacy": {name: getattr(request, name) for name in asked},
             "optimizer": {"name": type(self.optimizer).__name__},
-            "init": {"starts_from": behind or "public"}
-            if behind or self.starts_from is not None
-            else {},
+            "init": {"starts_from": behind or "public"},
             "train": {
                 "num_steps": request.num_steps,
                 "micro_batch_size": self.reader.micro_batch_size,

@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ..errors import PrivacyConfigError
+from . import lineage
 from .loop import PrivateLoop, require_known
 
 UNFIT = {
@@ -76,6 +77,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]  # transformers is not read
             rest, {*names, *inspect.signature(Trainer.__init__).parameters}, "PrivateTrainer"
         )
         self._private = {name: rest.pop(name) for name in list(rest) if name in names}
+        lineage.stated(self._private.get("starts_from"))
         self._run_dir, self._eval_is_public = run_dir, eval_is_public
         if args.max_steps < 1:
             raise PrivacyConfigError(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
+from privacy.noise import source as noise
 from privacy.noise.rounded_normal import draw_rounded_normal
 from privacy.noise.source import SystemNoise, add_noise
-from privacy.noise import source as noise
 from privacy.plan.limits import MOST_DEVIATION
 
 CPU = torch.device("cpu")

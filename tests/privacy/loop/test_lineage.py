@@ -1,4 +1,4 @@
-"""What weights carry is composed from what the caller says, who has to say it once a program has seen such weights."""
+"""What weights carry is composed from what the caller says, who always has to say it."""
 
 import shutil
 from pathlib import Path
@@ -11,18 +11,11 @@ from privacy import verify
 from privacy.card.folder import read_recipe, start_of_a_loop
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.claim import read_copies
-from privacy.loop import lineage
-from tests.privacy.loop.own import cross_entropy, ledger_of, make, net, quick
+from privacy.loop import PrivateLoop, floats, lineage
+from tests.privacy.loop.own import D, cross_entropy, ledger_of, make, net, quick
 from tests.privacy.published import rewrite, sentences
 
 pytestmark = pytest.mark.usefixtures("trusted_models")
-
-
-@pytest.fixture(autouse=True)
-def new_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has seen no weights."""
-    monkeypatch.setattr(lineage, "TRAINED", {})
-    monkeypatch.setattr(lineage, "_READ", set())
 
 
 def trained(run_dir: Path, **changes: object) -> nn.Module:
@@ -32,20 +25,21 @@ def trained(run_dir: Path, **changes: object) -> nn.Module:
     return model
 
 
-def test_a_program_that_has_trained_says_where_weights_come_from(tmp_path: Path) -> None:
-    """Whatever was done to them between; the first run, and a resume, need not."""
+@pytest.mark.parametrize("changes", [{}, {"starts_from": None}])
+def test_a_loop_is_told_where_its_weights_come_from(
+    changes: dict[str, None], tmp_path: Path
+) -> None:
+    """A new one and a resume alike; the answer is given, and nothing is made."""
+    asked = {"loss": None, "example": (floats(D),), "run_dir": tmp_path / "run"} | changes
+    with pytest.raises(
+        PrivacyConfigError, match=r'starts_from="public" if no private run .*frozen'
+    ):
+        PrivateLoop(net(), None, [], **asked)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
     with quick():
-        model = trained(tmp_path / "one", starts_from=None)
-        with make(tmp_path / "one", model, starts_from=None) as loop:
-            assert loop.claim.endswith("of this run alone")
-        for weights in (model, net()):
-            with pytest.raises(PrivacyConfigError, match=r"weights of the private run .*one"):
-                make(tmp_path / "two", weights, starts_from=None)
-        assert not (tmp_path / "two/ledger.jsonl").exists()
-        with make(tmp_path / "two") as loop:
-            assert "alone" not in loop.claim
-    said = [start_of_a_loop(read_recipe(tmp_path / name)).statement for name in ("one", "two")]
-    assert "this run alone" in said[0] and "no private run" in said[1]
+        trained(tmp_path / "one")
+    said = start_of_a_loop(read_recipe(tmp_path / "one")).statement
+    assert "no private run" in said
 
 
 def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
@@ -68,19 +62,19 @@ def test_the_claim_composes_all_runs_behind_the_weights(tmp_path: Path) -> None:
     (tmp_path / "run/behind/ledger-2.jsonl").unlink()
     assert verify.verify(tmp_path / "run", None)[0] == 6
     with pytest.raises(PrivacyStateRefused, match="cannot be read"):
-        make(tmp_path / "run", model, starts_from=None)
+        make(tmp_path / "run", model, starts_from=[tmp_path / "left", tmp_path / "right"])
 
 
 def test_the_configuration_names_the_runs_that_the_ledger_composes(tmp_path: Path) -> None:
-    """Also after a resume that does not say it again, and where one run is given under two names. Without them in the ledger
-    the two contradict each other."""
+    """Also after a resume, and where one run is given under two names. Without them in the ledger the two contradict each
+    other."""
     run = tmp_path / "run"
     with quick():
         trained(tmp_path / "first")
         trained(tmp_path / "second", starts_from=tmp_path / "first")
         shutil.copytree(tmp_path / "second", tmp_path / "copy")
         starts = [tmp_path / name for name in ("second", "copy", "first")]
-        for said in (starts, None):
+        for said in (starts, starts[:1]):
             with make(run, starts_from=said) as loop:
                 loop.step()
             assert read_recipe(run)["init"] == {"starts_from": ["second", "first"]}
@@ -97,10 +91,10 @@ def test_two_copies_of_a_run_that_both_went_on_are_refused(tmp_path: Path) -> No
         with make(tmp_path / "one") as loop:
             loop.step()
         shutil.copytree(tmp_path / "one", tmp_path / "two")
-        trained(tmp_path / "one", starts_from=None)
+        trained(tmp_path / "one")
         make(tmp_path / "run", starts_from=[tmp_path / "one", tmp_path / "two"]).close()
         lineage.TRAINED.clear()
-        trained(tmp_path / "two", starts_from=None)
+        trained(tmp_path / "two")
         with pytest.raises(
             PrivacyConfigError, match="copies of one run that were both trained further"
         ):
@@ -118,7 +112,7 @@ def test_what_is_no_run_with_a_guarantee_is_refused(tmp_path: Path) -> None:
             make(tmp_path / "run", starts_from=bad)
 
 
-def test_a_run_folder_that_is_gone_or_put_back_is_noticed(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_put_back_is_noticed(tmp_path: Path) -> None:
     """It states less than this program has spent in it."""
     with quick():
         with make(tmp_path / "run") as loop:
@@ -126,34 +120,11 @@ def test_a_run_folder_that_is_gone_or_put_back_is_noticed(tmp_path: Path) -> Non
         shutil.copytree(tmp_path / "run", tmp_path / "earlier")
         model = trained(tmp_path / "run")
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(PrivacyConfigError, match="weights of the private run"):
-            make(tmp_path / "run", model, starts_from=None)
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(tmp_path / "earlier", tmp_path / "run")
         with pytest.raises(PrivacyStateRefused, match="a trained model remembers"):
-            make(tmp_path / "run", model, starts_from=None)
+            make(tmp_path / "run", model)
         shutil.rmtree(tmp_path / "run")
         make(tmp_path / "run", net()).close()
-
-
-@pytest.mark.parametrize("how", ["torch.load", "transformers"])
-def test_a_file_of_weights_beside_a_ledger_is_noticed(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, exported = net(), tmp_path / "one/exported"
-    with quick():
-        trained(tmp_path / "one")
-        exported.mkdir()
-        torch.save(net(1).state_dict(), exported / "weights.pt")
-        monkeypatch.setattr(lineage, "TRAINED", {})  # another program begins
-        lineage._READ.clear()
-        make(tmp_path / "before", model, starts_from=None).close()
-        if how == "torch.load":
-            model.load_state_dict(torch.load(exported / "weights.pt"))
-        else:
-            model[0].name_or_path = str(exported)  # as from_pretrained leaves it
-        with pytest.raises(PrivacyConfigError, match=r"weights of the private run .*one"):
-            make(tmp_path / "two", model, starts_from=None)
 
 
 @pytest.mark.parametrize("how", ["weights", "gradient"])

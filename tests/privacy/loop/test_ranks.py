@@ -45,6 +45,7 @@ def rank_loop(
             noise_multiplier=4.0,
             micro_batch_size=4,
             save_every=2,
+            starts_from="public",
         ) as loop:
             for _ in loop:
                 pass

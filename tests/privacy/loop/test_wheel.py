@@ -23,7 +23,7 @@ model = torch.nn.Linear(4, 2)
 with PrivateLoop(
     model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long()),
     example=(floats(4), integers(2)), loss=lambda x, y: torch.nn.functional.cross_entropy(model(x), y, reduction="none"),
-    run_dir="run", expected_batch_size=40, num_steps=3, noise_multiplier=4.0,
+    run_dir="run", expected_batch_size=40, num_steps=3, noise_multiplier=4.0, starts_from="public",
 ) as loop:
     for step in loop:
         if step.number == 2 and {leaves}:
