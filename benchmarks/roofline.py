@@ -83,7 +83,7 @@ class OperationCounter(TorchDispatchMode):
     """Counts every operation while it is active; `rows` by operation and dtypes."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self.rows: dict[tuple[str, str], Row] = {}
 
     def total(self, attribute: str) -> Any:

@@ -20,17 +20,17 @@ def taken_memory(work: Callable[[], object], device: torch.device) -> int | None
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)
         work()
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - allocated
     give_back_freed_memory()
     # Sets the high-water mark back. Where that is forbidden, the mark of an earlier moment stands for more than the work takes.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    before = _in_kilobytes(STATUS, "VmRSS")
+    resident = _in_kilobytes(STATUS, "VmRSS")
     work()
     most = _in_kilobytes(STATUS, "VmHWM")
-    return None if before is None or most is None else max(0, most - before)
+    return None if resident is None or most is None else max(0, most - resident)
 
 
 def available_memory(

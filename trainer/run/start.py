@@ -362,13 +362,14 @@ class TrainerStart:
             engine, engine.module, task.synthetic_inputs, train.micro_batch_size
         )
         mode: Mode = "certified"
-        if plan.lattice is None and config.privacy.clipping_mode == "auto":
+        setting = config.privacy.clipping_mode
+        if plan.lattice is None and setting == "auto":
             self.choice = choose_by_trial(
                 config, machine, self.engine_name, plan, task, engine, self.nodes
             )
             mode = self.choice.mode
-        elif plan.lattice is None:
-            mode = config.privacy.clipping_mode
+        elif setting != "auto":
+            mode = setting
         if train.compile:
             compile_blocks(engine.module)
         clipped = made_clipper(config, plan, task, engine, self.nodes, mode)
