@@ -40,7 +40,6 @@ from ..noise.rounded_normal import deviation_in_units
 from ..plan.limits import MOST_DEVIATION
 from ..plan.releases import SENSITIVITY_SLACK, Release
 from ..sampling.poisson import PoissonSampler
-from ..sampling.sampler import sampler_of
 from ..step import collectives
 from ..step.batches import most_micro_batches
 from ..sums.grid import LARGEST_INT64, LARGEST_SPLIT, Unit
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from ..clipping import ClippedSum
     from ..plan.numbers import PrivacyPlan
     from ..step.engine import Engine
+    from ..step.step import Mechanism
 
 ROUNDED_TWICE = 1 + Fraction(1, 2**50)
 """What a product or quotient of doubles may be off by."""
@@ -88,21 +88,17 @@ def require(premises: Mapping[str, bool]) -> None:
 
 
 def require_premises(
-    plan: PrivacyPlan,
-    clipped: ClippedSum,
-    engine: Engine,
-    micro_batch_size: int,
-    nodes: Sequence[int] = (),
+    mechanism: Mechanism, micro_batch_size: int, nodes: Sequence[int] = ()
 ) -> None:
     """Requires the premises of a run; of one that claims nothing those of its owners alone. Collective.
 
     Args:
-        clipped: on the engine's module.
         micro_batch_size, nodes: of `LogicalBatches`.
 
     Raises:
         PrivacyConfigError: on all ranks, in one line that names the first premise that does not hold.
     """
+    plan, clipped, engine = mechanism.plan, mechanism.clipped, mechanism.engine
     ranks = collectives.refuse_together(lambda: _of_this_rank(plan, clipped, engine))
     require(
         {
@@ -112,7 +108,8 @@ def require_premises(
     )
     if not plan.formal_guarantee:
         return
-    sampler, charged, divisor = sampler_of(plan), plan.release_group(1), plan.expected_batch_size
+    sampler, charged = mechanism.sampler, plan.release_group(1)
+    divisor = plan.expected_batch_size
     assert (
         isinstance(sampler, PoissonSampler) and clipped.exponent is not None
     )  # there is a guarantee

@@ -28,15 +28,13 @@ from ..guards.own_engine import WatchedEngine, require_alike
 from ..guards.selfcheck import check_against_autograd, check_at_size
 from ..guards.unchanged import SelfChecked
 from ..ledger.durable import require_apart
-from ..noise.source import SystemNoise
 from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..run.ledger import Opening, RunLedger, open_ledger
-from ..run.mechanism import clipper_of
+from ..run.mechanism import mechanism_of
 from ..run.run import Parts, Stored
 from ..step import collectives
 from ..step.averaging import WeightAverage
-from ..step.batches import most_rows
 from ..step.engine import to_device
 from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, settings, shown
@@ -285,17 +283,11 @@ class OwnStart:
 
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
         engine = self.engine
-        rows = most_rows(plan, self.reader.micro_batch_size)
-        clipped = clipper_of(
-            plan, self.model, shapes=engine.shapes, rows=rows, device=engine.device
-        )
-        self.undone.callback(clipped.detach)
-        self.self_checked = SelfChecked(self.model, self.task, clipped)
+        mechanism = mechanism_of(plan, engine, self.task, self.reader.micro_batch_size)
+        self.undone.callback(mechanism.clipped.detach)
+        self.self_checked = SelfChecked(self.model, self.task, mechanism.clipped)
         return Parts(
-            engine=engine,
-            task=self.task,
-            clipped=clipped,
-            noise=SystemNoise(),
+            mechanism=mechanism,
             read=lambda plans: self.reader.steps(
                 plans, self.num_workers, pin_memory=engine.device.type == "cuda"
             ),

@@ -21,7 +21,6 @@ from ..checkpoints.read import (
     set_aside_newer,
 )
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
-from ..clipping import ClippedSum
 from ..errors import (
     BUDGET_SPENT,
     DONE,
@@ -30,17 +29,14 @@ from ..errors import (
     PrivacyStateRefused,
     StepDropped,
 )
-from ..gradients.recorder import Task
 from ..guards.premises import require_premises
 from ..ledger.ledger import Ledger
-from ..noise.source import NoiseSource
 from ..plan.numbers import PrivacyPlan
-from ..sampling.sampler import sampler_of
 from ..step import clock, collectives
 from ..step.batches import LogicalBatches, StepBatch
-from ..step.engine import Engine, ShardState
+from ..step.engine import ShardState
 from ..step.folder import RunFolder
-from ..step.step import Mechanism, MicroBatch, StepRecord, train_step
+from ..step.step import Charge, Mechanism, MicroBatch, StepRecord, train_step
 from .ledger import Opening, RunLedger
 
 
@@ -59,17 +55,14 @@ class Parts:
     Attributes:
         read: pairs plans with their micro-batches, in order; the plans are pulled lazily.
         nodes: see `LogicalBatches`.
-        note_charge: see `Mechanism`.
+        note_charge: see `Charge.note`.
         save_every: steps between checkpoints; by default a twentieth of the reserve lies between two, so that it lasts for twenty
             crashes.
         stored: called at each checkpoint.
         configuration: called when the ledger is there; arguments of `RunFolder.record_configuration`.
     """
 
-    engine: Engine
-    task: Task
-    clipped: ClippedSum
-    noise: NoiseSource
+    mechanism: Mechanism
     read: Callable[
         [Iterator[StepBatch]], Generator[tuple[StepBatch, Iterator[MicroBatch]], None, None]
     ]
@@ -173,9 +166,10 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     else:
         collectives.on_main(lambda: require_no_checkpoint(folder))
     parts = start.build(opening.plan, resumed)
-    require_premises(opening.plan, parts.clipped, parts.engine, parts.micro_batch_size, parts.nodes)
-    noised = sum(parts.engine.layout.count(rank) for rank in range(collectives.world_size()))
-    exponent = parts.clipped.exponent
+    require_premises(parts.mechanism, parts.micro_batch_size, parts.nodes)
+    layout = parts.mechanism.engine.layout
+    noised = sum(layout.count(rank) for rank in range(collectives.world_size()))
+    exponent = parts.mechanism.clipped.exponent
     if ledger is not None:
         stated, step = ledger.opened.get("noised_coordinates"), ledger.opened.get("sum_exponent")
         if stated not in (None, noised):  # too large a number would refute honest noise
@@ -240,18 +234,10 @@ class Run:
         self.resumed = resumed
         self._turn: Step | None = None
         self._is_stopped = False
-        self.mechanism = Mechanism(
-            plan=plan,
-            clipped=parts.clipped,
-            engine=parts.engine,
-            task=parts.task,
-            ledger=ledger,
-            noise=parts.noise,
-            learning_rate=parts.learning_rate,
-            note_charge=parts.note_charge,
-        )
+        self.mechanism, self.engine = parts.mechanism, parts.mechanism.engine
+        self._charge = Charge(ledger, parts.learning_rate, parts.note_charge)
         self._batches = LogicalBatches(
-            sampler_of(plan),
+            parts.mechanism.sampler,
             ledger.key,
             nonce,
             ledger.attempts,
@@ -328,7 +314,7 @@ class Run:
         self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
         rows = step.micro_batches if micro_batches is None else micro_batches
         try:
-            record = train_step(self.mechanism, step.number, rows)
+            record = train_step(self.mechanism, self._charge, step.number, rows)
         except StepDropped:
             self._turn, self.outcome = None, STOPPED_EARLY
             raise
@@ -379,7 +365,7 @@ class Run:
         self._require_turn_is_over()
         if self.saved == self.step:
             return
-        require_finite(self.parts.engine, self.step)
+        require_finite(self.engine, self.step)
         states, shapes, facts = self.parts.stored()
         said = {  # a checkpoint without it would be a model without a guarantee
             "formal_guarantee": self.plan.formal_guarantee,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,7 @@ from numpy.typing import NDArray
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids, Sampler, example_keys, slice_bounds
 from ..sampling.rows import deal, most_of_share, shares_of_nodes
-from ..sampling.sampler import sampler_of
 from . import collectives
-
-if TYPE_CHECKING:
-    from ..plan.numbers import PrivacyPlan
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:
@@ -48,14 +44,12 @@ def most_micro_batches(
     return count
 
 
-def most_rows(plan: PrivacyPlan, micro_batch_size: int, nodes: Sequence[int] = ()) -> int:
+def most_rows(
+    sampler: Sampler, micro_batch_size: int, nodes: Sequence[int], expected_batch_size: int
+) -> int:
     """Rows of one rank for which its sums need room in one logical batch: twice what a step runs, since checks run some too."""
     count = most_micro_batches(
-        sampler_of(plan),
-        collectives.world_size(),
-        micro_batch_size,
-        nodes,
-        plan.expected_batch_size,
+        sampler, collectives.world_size(), micro_batch_size, nodes, expected_batch_size
     )
     return 2 * count * micro_batch_size
 

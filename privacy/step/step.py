@@ -20,6 +20,7 @@ from ..noise.rounded_normal import deviation_in_units
 from ..noise.source import NoiseSource, add_noise
 from ..plan.numbers import PrivacyPlan
 from ..plan.releases import Release
+from ..sampling.poisson import Sampler
 from ..sums.reduction import reduce_to_owners
 from ..sums.totals import real_
 from . import clock, collectives
@@ -51,26 +52,38 @@ class MicroBatch(Protocol):
     def num_undecodable(self) -> int: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mechanism:
-    """Everything that turns micro-batches into one private step; training, audits and benchmarks build the same.
+    """Everything that turns examples into one private step; training, audits and benchmarks build the same.
 
     Attributes:
-        clipped: the plan's clipper, on the engine's module.
-        task: maps the inputs of a micro-batch to one loss per example; the engine's module, or a function that calls it.
+        sampler: decides who is in a step.
+        clipped: the plan's clipped sum, on the engine's module.
         noise: gives the owner of a shard its rounded normals.
-        learning_rate: gives the rate of a step, from 1 on.
-        note_charge: learns of a step just before ranks agree on its charge, for whoever watches over them.
+        engine: applies what was noised.
+        task: maps the inputs of a micro-batch to one loss per example; the engine's module, or a function that calls it.
     """
 
     plan: PrivacyPlan
+    sampler: Sampler
     clipped: ClippedSum
+    noise: NoiseSource
     engine: Engine
     task: Task
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What a step asks and tells when it is charged.
+
+    Attributes:
+        learning_rate: gives the rate of a step, from 1 on.
+        note: learns of a step just before ranks agree on its charge, for whoever watches over them.
+    """
+
     ledger: StepLedger
-    noise: NoiseSource
     learning_rate: Callable[[int], float]
-    note_charge: Callable[[int], object]
+    note: Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -90,8 +103,10 @@ class StepRecord:
     seconds: dict[str, Private[float]]
 
 
-def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBatch]) -> StepRecord:
-    """One DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
+def train_step(
+    mechanism: Mechanism, charge: Charge, step: int, micro_batches: Iterator[MicroBatch]
+) -> StepRecord:
+    """Takes one DP-SGD step on one logical batch. Every rank passes the same number of micro-batches."""
     plan, clipped, engine = mechanism.plan, mechanism.clipped, mechanism.engine
     laps = clock.Laps(engine.device)
     clipped.zero_()
@@ -102,7 +117,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     stats: list[MicroBatchStats] = []
     num_undecodable = 0
     if clipped.leaves_process:  # sharded accumulation sums over ranks with every micro-batch
-        lr = _intend(mechanism, step, release)
+        lr = _intend(charge, step, release)
     # The sum of clipped gradients: no noise, no division; locally also no communication.
     for batch in micro_batches:
         # Pinned by the loader.
@@ -114,7 +129,7 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     clipped.require_repeated()
     laps.end("gradients")  # the wait for data is in it
     if not clipped.leaves_process:
-        lr = _intend(mechanism, step, release)
+        lr = _intend(charge, step, release)
     laps.end("intent")
 
     shards = reduce_to_owners(clipped, engine.layout)
@@ -134,23 +149,23 @@ def train_step(mechanism: Mechanism, step: int, micro_batches: Iterator[MicroBat
     norm, noised = _norm(shards, noise_std / plan.expected_batch_size)
     engine.step(shards, lr=lr)  # may free them
     stated = noised if noise_std > 0 else {}  # without noise nothing of it may stand in the ledger
-    mechanism.ledger.done(step, **stated)
+    charge.ledger.done(step, **stated)
     laps.end("update")
     return _record(lr, norm, stats, num_undecodable, laps.seconds)
 
 
-def _intend(mechanism: Mechanism, step: int, release: Release) -> float:
+def _intend(charge: Charge, step: int, release: Release) -> float:
     """The charge: durable, and acknowledged by all ranks, before anything that depends on a gradient leaves its process.
 
-    Returns the step's learning rate. In an own loop it is a user's code: asked for before `note_charge`, which finds what it
+    Returns the step's learning rate. In an own loop it is a user's code: asked for before `note`, which finds what it
     wrote to the weights, and behind the gradients, which go through nothing that it wrote.
     """
-    lr = mechanism.learning_rate(step)
-    mechanism.note_charge(step)
+    lr = charge.learning_rate(step)
+    charge.note(step)
     collectives.agree(
         ready=True
     )  # a rank that failed until here, or ran out of time to stop, costs no charge
-    mechanism.ledger.intent(step, releases=[release])
+    charge.ledger.intent(step, releases=[release])
     return lr
 
 

@@ -27,6 +27,7 @@ from privacy.sums.sharded import ShardedSums
 from privacy.sums.totals import Slot, real
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
+    NOT_CHARGED,
     NUM_EXAMPLES,
     NoLedger,
     a_mechanism,
@@ -119,7 +120,7 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         run.ledger = StrictLedger()
         with Collectives() as seen:
-            train_step(run, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
+            train_step(run, NOT_CHARGED, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
         traffic = collectives.traffic
         assert seen.count("reduce") == 0, (
             "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"

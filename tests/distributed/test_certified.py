@@ -25,6 +25,7 @@ from privacy.sums.sharded import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
+    NOT_CHARGED,
     a_mechanism,
     build,
     micro_batches,
@@ -164,7 +165,7 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
         engine.step = watched
         mechanism = a_mechanism(engine, clipped, noise, 0.5, NUM_EXAMPLES)
         mechanism.plan = plan
-        train_step(mechanism, 1, iter(dealt(list(range(NUM_EXAMPLES)))))
+        train_step(mechanism, NOT_CHARGED, 1, iter(dealt(list(range(NUM_EXAMPLES)))))
         found[case] = sums, noise.draws, arrived
     return found
 

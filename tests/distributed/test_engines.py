@@ -24,9 +24,10 @@ from privacy.clipping import ClippedSum
 from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
+from privacy.sampling.sampler import sampler_of
 from privacy.step import collectives as distributed
 from privacy.step.engine import Engine
-from privacy.step.step import Mechanism, train_step
+from privacy.step.step import Charge, Mechanism, train_step
 from privacy.sums.reduction import reduce_to_owners
 from privacy.sums.totals import real
 from tests.distributed.ranks import run_ranks
@@ -135,16 +136,18 @@ def a_mechanism(
         noise_multiplier=sigma,
         allow_small_noise=True,
     )
+    plan = make_plan(request)
     return Mechanism(
-        plan=make_plan(request),
+        plan=plan,
+        sampler=sampler_of(plan),
         clipped=clipped,
+        noise=noise,
         engine=engine,
         task=engine.module,
-        ledger=NoLedger(),
-        noise=noise,
-        learning_rate=lambda step: OPTIMIZER.peak_lr,
-        note_charge=lambda step: None,
     )
+
+
+NOT_CHARGED = Charge(NoLedger(), lambda step: OPTIMIZER.peak_lr, lambda step: None)
 
 
 def machine_settings(stage: int, **more: Any) -> MachineSettings:
@@ -228,7 +231,7 @@ def rank_three_steps(
         clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0)
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         for step in (1, 2, 3):
-            train_step(run, step, iter(micro_batches(pairs(), counts)))
+            train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), counts)))
         is_whole = (name, stage) != ("deepspeed", 3)
         raw = (
             {n: p.detach().clone() for n, p in engine.module.named_parameters()}
@@ -273,7 +276,7 @@ def clipped_steps(engine: Engine, num_steps: int) -> dict[str, Tensor]:
     clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0)
     run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in range(1, num_steps + 1):
-        train_step(run, step, iter(micro_batches(pairs(), (5, 2))))
+        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), (5, 2))))
     return whole_parameters(engine)
 
 

@@ -25,6 +25,7 @@ from tests import fake_gpu
 from tests.distributed.ranks import free_port, quiet_environment, rank_environment
 from tests.distributed.test_engines import (
     MICRO_BATCH,
+    NOT_CHARGED,
     OPTIMIZER,
     a_mechanism,
     machine_settings,
@@ -148,7 +149,7 @@ def step_with(wrong: str) -> str | None:
             for b in batches
         ]
     try:
-        train_step(run, 1, iter(batches))
+        train_step(run, NOT_CHARGED, 1, iter(batches))
     except RuntimeError as error:
         return str(error)
     return None

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from privacy import verify
 from privacy.errors import PrivacyConfigError
 from privacy.ledger.records import read_ledger
-from privacy.loop import PrivateLoop, integers, opening
+from privacy.loop import PrivateLoop, integers
 from privacy.noise.source import SystemNoise
 from tests.distributed.ranks import run_ranks
 from tests.docs.pages import blocks
@@ -173,7 +173,7 @@ def rank_noise(folder: Path) -> Any:
     """With gradients that are nothing next to the noise, a step of SGD is the noise."""
     model, noise = sharded(), Counting()
     with quick() as patch:
-        patch.setattr(opening, "SystemNoise", lambda: noise)
+        patch.setattr("privacy.run.mechanism.SystemNoise", lambda: noise)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
         steps, before = [], whole_weights(model)
         with opened(

@@ -26,6 +26,7 @@ from privacy.sums.totals import real
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
+    NOT_CHARGED,
     NUM_EXAMPLES,
     RecordedNoise,
     a_mechanism,
@@ -139,7 +140,7 @@ def _steps(device: torch.device, case: Case, num_steps: int) -> dict[str, Tensor
     run = a_mechanism(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
     run.learning_rate = lambda step: OPTIMIZERS[case.optimizer].peak_lr
     for step, counts in enumerate(DEALS[distributed.world_size()][:num_steps], start=1):
-        train_step(run, step, iter(micro_batches(pairs(), counts)))
+        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), counts)))
     return whole_parameters(engine)
 
 
@@ -201,7 +202,12 @@ def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
 
     engine.step = watched
     for step in range(1, ROWS + 1):
-        train_step(run, step, iter(micro_batches(pairs(), (0,) * distributed.world_size())[:1]))
+        train_step(
+            run,
+            NOT_CHARGED,
+            step,
+            iter(micro_batches(pairs(), (0,) * distributed.world_size())[:1]),
+        )
     return [
         (piece, np.stack(column))
         for piece, column in zip(owned, zip(*rows, strict=True), strict=True)
@@ -257,7 +263,7 @@ def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray,
         4,
     )
     for step in range(1, num_steps + 1):
-        train_step(run, step, iter(micro_batches(pairs(), (0, 0))[:1]))
+        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), (0, 0))[:1]))
     return torch.cat(noise.draws).numpy(), engine.layout.owned_by(distributed.rank())
 
 

@@ -20,7 +20,6 @@ from privacy import verify
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
-from privacy.loop import opening
 from privacy.noise import refutation
 from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
@@ -262,7 +261,7 @@ def test_a_loop_of_one_s_own_states_norms_and_halved_noise_is_refuted(
 ) -> None:
     """P is counted once a coordinate: frozen parameters are none, a layer that is used twice is one."""
     without_surroundings(monkeypatch)
-    monkeypatch.setattr(opening, "SystemNoise", noise)
+    monkeypatch.setattr("privacy.run.mechanism.SystemNoise", noise)
     model = Tied()
     with make(tmp_path / "run", model, rows(), num_steps=3) as loop:
         norms = [step.noised_grad_norm for step in islice(loop, 3)]

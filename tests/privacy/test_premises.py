@@ -9,7 +9,6 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from privacy.clipping import ClippedSum
 from privacy.errors import PrivacyConfigError
 from privacy.guards import premises
 from privacy.guards.premises import NoisedSum, require_noised, require_premises
+from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK, Release
 from privacy.plan.request import PlanRequest
@@ -33,6 +33,7 @@ from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
 from privacy.step.batches import most_rows
 from privacy.step.engine import Piece, ShardLayout, even_layout
+from privacy.step.step import Mechanism
 from privacy.sums.grid import Grid, Unit
 from privacy.sums.totals import Slot
 from tests.privacy.loop.own import make, quick
@@ -56,8 +57,10 @@ class Opened:
     micro_batch_size: int = 8
 
     def require(self) -> None:
-        with mock.patch.object(premises, "sampler_of", return_value=self.sampler):
-            require_premises(self.plan, self.clipped, self.engine, self.micro_batch_size)
+        mechanism = Mechanism(
+            self.plan, self.sampler, self.clipped, SystemNoise(), self.engine, self.engine
+        )
+        require_premises(mechanism, self.micro_batch_size)
 
 
 def opened(kind: str = "floating", **changes: Any) -> Opened:
@@ -73,7 +76,7 @@ def opened(kind: str = "floating", **changes: Any) -> Opened:
     plan = make_plan(PlanRequest(**asked | KINDS[kind] | changes))
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
     model = model.double() if kind == "float64" else model
-    clipped = clipper_of(plan, model, rows=most_rows(plan, 8))
+    clipped = clipper_of(plan, model, rows=most_rows(sampler_of(plan), 8, (), 70))
     shapes = {name: p.shape for name, p in model.named_parameters()}
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")
     return Opened(

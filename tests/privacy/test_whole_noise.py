@@ -24,8 +24,9 @@ from privacy.plan.limits import MOST_DEVIATION
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
 from privacy.run.mechanism import clipper_of
+from privacy.sampling.sampler import sampler_of
 from privacy.step.engine import even_layout
-from privacy.step.step import Mechanism, train_step
+from privacy.step.step import Charge, Mechanism, train_step
 from privacy.sums.grid import LARGEST_INT64, Grid
 from privacy.sums.local import LocalSums
 from privacy.sums.sharded import ShardedSums
@@ -188,21 +189,21 @@ def step_of(mode: str, noise: Any, bound: float, sigma: float = 1.5) -> tuple[Cl
     engine, x_BD = Captured(model), torch.randn(48, SIDE, dtype=dtype)
     mechanism = Mechanism(
         plan=plan,
+        sampler=sampler_of(plan),
         clipped=clipped,
+        noise=noise,  # type: ignore[arg-type]
         engine=engine,
         task=lambda x_BD: model(x_BD)[:, 0],
-        noise=noise,  # type: ignore[arg-type]
-        ledger=SimpleNamespace(intent=lambda *_, **__: None, done=lambda *_, **__: None),  # type: ignore[arg-type]
-        learning_rate=lambda _: 1.0,
-        note_charge=lambda _: None,
     )
+    ledger = SimpleNamespace(intent=lambda *_, **__: None, done=lambda *_, **__: None)
+    charge = Charge(ledger, lambda _: 1.0, lambda _: None)  # type: ignore[arg-type]
     batches = [
         SimpleNamespace(
             inputs={"x_BD": part}, is_padding_B=torch.zeros(16, dtype=torch.bool), num_undecodable=0
         )
         for part in x_BD.split(16)
     ]
-    train_step(mechanism, 1, iter(batches))
+    train_step(mechanism, charge, 1, iter(batches))
     return clipped, engine
 
 

@@ -34,7 +34,7 @@ ROOM = 21 * GIB
 CLOCK = "REHEARSAL_CLOCK"
 TIMED = {
     "trainer.run.start": (
-        *("train", "build_engine", "require_neighbours_apart", "made_clipper"),
+        *("train", "build_engine", "require_neighbours_apart", "require_repeats"),
         *("check_against_autograd", "check_at_size"),
     ),
     "trainer.run.start:TrainerStart": (

@@ -105,7 +105,7 @@ def recorded(device: torch.device, folder: Path) -> tuple[AuditReport, Evidence]
     kept = []
 
     def keep(audited: PrivacyPlan, run: Run, *others: Any) -> Judge:
-        engine = run.parts.engine
+        engine = run.engine
         layout = SimpleNamespace(pieces=engine.layout.pieces)
         seen = SimpleNamespace(
             compute_dtype=engine.compute_dtype, shapes=engine.shapes, layout=layout

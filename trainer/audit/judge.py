@@ -71,7 +71,7 @@ class Judge:
             micro_batches,
         )
         self.engine, self.folder, self.fsyncs = (
-            run.parts.engine,
+            run.engine,
             run.folder,
             [one for _, many in tapes for one in many],
         )

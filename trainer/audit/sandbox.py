@@ -366,8 +366,8 @@ class Tape:
         self._is_silent = step.number <= self._num_silent
         before = self._weights()
         with ExitStack() as around:
-            watch = partial(self._step, run.parts.engine.step)
-            around.enter_context(mock.patch.object(run.parts.engine, "step", watch))
+            watch = partial(self._step, run.engine.step)
+            around.enter_context(mock.patch.object(run.engine, "step", watch))
             if is_killed:  # between the update and its `done`
                 around.enter_context(mock.patch.object(run.ledger, "done"))
             run.take(step, self._batches(step.micro_batches))
@@ -377,7 +377,7 @@ class Tape:
 
     def _weights(self) -> np.ndarray:
         # A copy, since an engine may hand out views of what it updates in place.
-        return _flat([state.tensors["param"] for state in self.run.parts.engine.state()]).copy()
+        return _flat([state.tensors["param"] for state in self.run.engine.state()]).copy()
 
     def _end(self, step: int, before: np.ndarray, after: np.ndarray) -> None:
         drawn = torch.cat([torch.zeros(0, dtype=torch.int64), *self._drawn]).numpy()
@@ -456,8 +456,12 @@ def run_sandbox(
         original: Callable[..., Parts], plan: PrivacyPlan, resumed: Checkpoint | None
     ) -> Parts:
         """A side's parts, with the watched noise, and checkpoints where the sandbox wants them."""
+        parts = original(plan, resumed)
         return replace(
-            original(plan, resumed), noise=tape, save_every=num_steps, in_background=False
+            parts,
+            mechanism=replace(parts.mechanism, noise=tape),
+            save_every=num_steps,
+            in_background=False,
         )
 
     with tape.watch():

@@ -28,7 +28,7 @@ def fit(training: Training) -> int:
         abandon=lambda: distributed.abandon(ABANDONED.format(train.grace_seconds), STOPPED_EARLY),
     )
     # A step may be dropped until its intent where no collective comes before it.
-    may_drop = holds_whole_weights(run.parts.engine) and not run.parts.clipped.leaves_process
+    may_drop = holds_whole_weights(run.engine) and not run.mechanism.clipped.leaves_process
 
     evaluates = training.heldout is not None
     is_trained = run.step == train.num_steps  # a crash came before the run's end

@@ -236,9 +236,9 @@ class StepReporter:
         """What the console and private/ show: sums without noise, and the time and memory that single examples take to decode."""
         sums = {name: value.inside() for name, value in record.private.items()}
         count, seconds = max(sums["num_examples"], 1.0), duration.inside()
-        device, size = self._run.parts.engine.device, self._run.plan.expected_batch_size
+        device, size = self._run.engine.device, self._run.plan.expected_batch_size
         flops = self._training.flops_per_example * size / collectives.world_size()
-        peak_flops = known_peak(device, self._run.parts.engine.compute_dtype)
+        peak_flops = known_peak(device, self._run.engine.compute_dtype)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
             1 if sys.platform == "darwin" else 1024
         )
@@ -278,7 +278,7 @@ class StepReporter:
         """Evaluates held-out examples: loss, a classifier's accuracy, samples. Public only where the recipe says the data are."""
         run, heldout, section = self._run, self._training.heldout, self._training.config.heldout
         assert heldout is not None and section is not None
-        results = heldout.results(run.parts.engine, self._training.average, section.num_captions)
+        results = heldout.results(run.engine, self._training.average, section.num_captions)
         if not self._is_main:
             return
         found = results.inside()

@@ -18,7 +18,7 @@ def announce(
 ) -> None:
     """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
     run, plan, config = training.run, training.run.plan, training.config
-    count = sum(shape.numel() for shape in run.parts.engine.shapes.values())
+    count = sum(shape.numel() for shape in run.engine.shapes.values())
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     lines = [
         f"{config.name}: {f'{count / 1e6:.1f}M' if count >= 1e6 else f'{count:,}'} trained parameters, {sharding}",

@@ -28,11 +28,11 @@ from privacy.errors import PrivacyConfigError
 from privacy.guards.certified_rows import check_rows
 from privacy.guards.neighbours import nothing_is_small
 from privacy.plan.numbers import PrivacyPlan
-from privacy.run.mechanism import clipper_of
+from privacy.run.mechanism import mechanism_of
 from privacy.step import collectives
-from privacy.step.batches import most_rows
 from privacy.step.engine import Engine, holds_whole_weights, to_device
-from privacy.sums.local import LocalSums
+from privacy.step.step import Mechanism
+from privacy.sums.local import LocalSums, MakeAccumulator
 from privacy.sums.sharded import ShardedSums
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
@@ -80,58 +80,37 @@ class ModeChoice:
         return text
 
 
-def made_clipper(
-    config: RunConfig,
-    plan: PrivacyPlan,
-    task: TrainingTask,
-    engine: Engine,
-    nodes: Sequence[int],
-    mode: Mode,
-) -> ClippedSum:
-    """The clipper, whose sums repeat where they have to. Collective.
+def accumulator_of(config: RunConfig) -> MakeAccumulator:
+    """Returns where the sums of a recipe gather."""
+    return ShardedSums if config.train.accumulation == "sharded" else LocalSums
 
-    Args:
-        nodes: the node of each rank, where each node reads its share of the examples.
-        mode: certified arithmetic has its own.
+
+def require_repeats(config: RunConfig, task: TrainingTask, mechanism: Mechanism) -> None:
+    """Requires that what is computed twice has the same bits: on this rank, and of certified sums on all. Collective.
+
+    Raises:
+        PrivacyConfigError: it has not.
     """
+    clipped, engine = mechanism.clipped, mechanism.engine
     micro_batch_size = config.train.micro_batch_size
-    clipped = _clipper(config, plan, engine, nodes, mode)
     if isinstance(clipped, CertifiedSum):
         require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
-        return clipped
-    if (
-        mode == "two_pass" and engine.device.type == "cuda"
-    ):  # else its attention adds up in no fixed order
-        use_deterministic_kernels()
-    # Scores of the vocabulary that are computed in parts are computed again for norm and sum: that must repeat to the last bit.
+        return
+    if clipped.mode == "two_pass" and engine.device.type == "cuda":
+        use_deterministic_kernels()  # else its attention adds up in no fixed order
+    # Scores of the vocabulary that are computed in parts are computed again for norm and sum.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
-    if mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
+    if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
+        made_up = to_device(task.synthetic_inputs(micro_batch_size), engine)
         try:
-            clipped.check_repeatable(
-                engine.module, to_device(task.synthetic_inputs(micro_batch_size), engine)
-            )
+            clipped.check_repeatable(engine.module, made_up)
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
             raise PrivacyConfigError(
                 f"clipping in two passes is refused: {str(error).splitlines()[0]}"
             ) from error
-    return clipped
-
-
-def _clipper(
-    config: RunConfig, plan: PrivacyPlan, engine: Engine, nodes: Sequence[int], mode: Mode
-) -> ClippedSum:
-    return clipper_of(
-        plan,
-        engine.module,
-        shapes=engine.shapes,
-        mode=mode,
-        accumulator=ShardedSums if config.train.accumulation == "sharded" else LocalSums,
-        rows=most_rows(plan, config.train.micro_batch_size, nodes),
-        device=engine.device,
-    )
 
 
 def choose_by_trial(
@@ -145,7 +124,8 @@ def choose_by_trial(
 ) -> ModeChoice:
     """Chooses the mode by what made-up examples take, before blocks are compiled, which saves memory. Collective.
 
-    Arguments are those of `made_clipper`.
+    Args:
+        nodes: the node of each rank, where each node reads its share of the examples.
     """
 
     def clip(clipped: ClippedSum, size: int) -> None:
@@ -154,7 +134,15 @@ def choose_by_trial(
         clipped.add_micro_batch(engine.module, inputs, is_padding_B)
 
     def taken(mode: Mode, size: int) -> int | None:
-        clipped = _clipper(config, plan, engine, nodes, mode)
+        clipped = mechanism_of(
+            plan,
+            engine,
+            engine.module,
+            config.train.micro_batch_size,
+            mode=mode,
+            accumulator=accumulator_of(config),
+            nodes=nodes,
+        ).clipped
         try:
             return taken_memory(partial(clip, clipped, size), engine.device)
         finally:

@@ -23,7 +23,6 @@ from privacy.ledger.shared import SharedLedger
 from privacy.run.ledger import Opening
 from privacy.run.run import Finished, Run, open_run
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
-from privacy.sampling.sampler import sampler_of
 from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
 from privacy.step.collectives import on_main, say
@@ -202,7 +201,7 @@ def deal_one_step(start: DryStart, run: Run, hosts: Sequence[str]) -> list[str]:
     nodes = tuple(numbers[host] for host in hosts) if config.data.staging is not None else ()
     secret = on_main(lambda: secrets.token_bytes(KEY_BYTES + NONCE_BYTES))
     batches = LogicalBatches(
-        sampler_of(plan),
+        run.mechanism.sampler,
         SamplingKey(secret[:KEY_BYTES]),
         secret[KEY_BYTES:],
         {},
@@ -221,7 +220,7 @@ def deal_one_step(start: DryStart, run: Run, hosts: Sequence[str]) -> list[str]:
     examples, rows = sum(part.examples for part in parts), sum(part.rows for part in parts)
     opened = frozenset[int]().union(*(part.shards for part in parts))
     bytes_read = sum(part.bytes for part in parts)
-    grid = run.parts.clipped.grid
+    grid = run.mechanism.clipped.grid
     sums = f"{6 if grid.layout == 'int32+int16' else 8} bytes a coordinate ({grid.layout})"
     return [
         f"one step is dealt: {examples:,} examples in {rows:,} rows, {1 - examples / rows:.1%} of them padding; "

@@ -24,9 +24,10 @@ from privacy.errors import DONE
 from privacy.guards.neighbours import require_neighbours_apart
 from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.ledger.claim import LedgerBehind
-from privacy.noise.source import NoiseSource, SystemNoise
+from privacy.noise.source import NoiseSource
 from privacy.plan.numbers import PrivacyPlan
 from privacy.run.ledger import Opening, RunLedger
+from privacy.run.mechanism import mechanism_of
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
 from privacy.step import collectives
 from privacy.step.allocator import give_back_freed_memory, keep_freed_memory
@@ -59,8 +60,9 @@ from trainer.run.announce import announce, conclude
 from trainer.run.clipping_mode import (
     CUBLAS_REPEATS,
     ModeChoice,
+    accumulator_of,
     choose_by_trial,
-    made_clipper,
+    require_repeats,
     use_deterministic_kernels,
 )
 from trainer.run.datasets import (
@@ -372,9 +374,18 @@ class TrainerStart:
             mode = setting
         if train.compile:
             compile_blocks(engine.module)
-        clipped = made_clipper(config, plan, task, engine, self.nodes, mode)
-        self.require_sums_at_size(engine, clipped.mode)
-        source = self.noise or SystemNoise()
+        mechanism = mechanism_of(
+            plan,
+            engine,
+            engine.module,
+            train.micro_batch_size,
+            mode=mode,
+            accumulator=accumulator_of(config),
+            nodes=self.nodes,
+            noise=self.noise,
+        )
+        require_repeats(config, task, mechanism)
+        self.require_sums_at_size(engine, mechanism.clipped.mode)
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
 
         def stored() -> Stored:
@@ -387,10 +398,7 @@ class TrainerStart:
 
         chosen = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
         return Parts(
-            engine=engine,
-            task=engine.module,
-            clipped=clipped,
-            noise=source,
+            mechanism=mechanism,
             read=partial(_read, loader),
             micro_batch_size=train.micro_batch_size,
             nodes=self.nodes,

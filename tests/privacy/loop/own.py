@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy.ledger.records import LedgerState, read_ledger
-from privacy.loop import PrivateLoop, floats, integers, opening
+from privacy.loop import PrivateLoop, floats, integers
 from privacy.plan.numbers import PrivacyPlan
+from privacy.run import mechanism
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.sampler import sampler_of
 
@@ -91,7 +92,7 @@ def quick(*, silent: bool = False, same_coins: bool = False) -> Iterator[pytest.
         )
         patch.setattr(PrivacyPlan, "epsilon_after", lambda *_arguments: 1.0)
         if silent:
-            patch.setattr(opening, "SystemNoise", Silent)
+            patch.setattr(mechanism, "SystemNoise", Silent)
         for name in (
             ("coin_key", "row_key", "example_key") if same_coins else ()
         ):  # a session has others
