@@ -381,7 +381,6 @@ def sizes_of(
     model = model.to(device, DTYPES[of.dtype])
     seen: list[Tensor] = []
     more: dict[str, Any] = {
-        "mode": of.mode,
         **({} if accumulator is None else {"accumulator": accumulator}),
     }
     most = (
@@ -389,7 +388,7 @@ def sizes_of(
     )  # rows of another word may have thrice as much (`ByChunks`)
     bound = of.bound or 2.0 ** math.ceil(math.log2(8 * most))
     cap = len(values_NTL) if of.has_cap else None
-    clipped = ClippedSum(model, bound, function=watched(of.function, seen), cap=cap, **more)
+    clipped = SUMS[of.mode](model, bound, function=watched(of.function, seen), cap=cap, **more)
     unit = clipped.accumulator.unit
     assert unit is not None
     values = values_NTL.to(device, DTYPES[of.dtype])

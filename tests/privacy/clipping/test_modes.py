@@ -42,8 +42,8 @@ def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat(keeps_graph: b
 
     inputs = {"x": torch.randn(3, 4)}
     total = TwoPassSum(model, 1.0)
-    assert total._keeps_graph
-    total._keeps_graph = keeps_graph
+    assert total.keeps_graph
+    total.keeps_graph = keeps_graph
     with pytest.raises(PrivacyConfigError, match="two_pass"):
         total.check_repeatable(task, inputs)
     total.check_repeatable(lambda x: model(x).sum(1), inputs)
@@ -57,7 +57,7 @@ def test_contract_6_no_later_micro_batch_makes_up_for_one_that_did_not_repeat(
     """The sums of the whole logical batch are refused; the next one begins anew."""
     model, count = nn.Linear(4, 4), itertools.count()
     total = TwoPassSum(model, 1.0)
-    total._keeps_graph = keeps_graph
+    total.keeps_graph = keeps_graph
 
     def add(*, repeats: bool) -> None:
         def task(x: Tensor) -> Tensor:
