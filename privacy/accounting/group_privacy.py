@@ -3,19 +3,13 @@
 Also what the bounded support of noise of version 0.1 costs one of them in delta. Planning needs no torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from scipy import stats
 
 from . import accountants
-
-if TYPE_CHECKING:
-    from ..plan.numbers import PrivacyPlan
-
 
 EDGE = math.sqrt(2 * 64 * math.log(2))
 """Box-Muller from a 63-bit uniform (k + 1/2) 2^-63 ends there, in standard deviations."""
@@ -23,19 +17,28 @@ EDGE = math.sqrt(2 * 64 * math.log(2))
 MOST_PARAMETERS = 1 << 36
 
 
-def tail_of_doubles(plan: PrivacyPlan) -> float:
-    """What the bounded support of noise made of doubles, as version 0.1 drew it, costs in delta over all `max_intents`."""
-    one, cuts = plan.release_group(plan.max_intents), 0.0
-    sigma, rate = one.noise_multiplier, one.sample_rate
-    if one.cap is not None:
+class ClaimedDelta(Protocol):
+    """The numbers of a plan that a claim for several examples rests on."""
+
+    @property
+    def accounted_delta(self) -> float: ...
+
+    @property
+    def had_doubles(self) -> bool: ...
+
+
+def tail_of_doubles(charged: accountants.ReleaseGroup, num_examples: int) -> float:
+    """Returns what the bounded support of noise made of doubles, as version 0.1 drew it, costs in delta over all releases."""
+    sigma, rate, cuts = charged.noise_multiplier, charged.sample_rate, 0.0
+    if charged.cap is not None:
         # An example that pushes another one out of a batch above the cap moves the sum by up to 2. The noise without it may then
         # be centred at the sum with the other one or without: in between, where only one of these two can be, the privacy loss is
         # not that of the sampled Gaussian.
         cut = float(
-            stats.binom.sf(one.cap - 1, plan.num_examples - 1, rate)
+            stats.binom.sf(charged.cap - 1, num_examples - 1, rate)
         )  # the others fill the batch
-        cuts = _passes_the_edge(sigma / 2, rate * one.count * cut)
-    return cuts + _passes_the_edge(sigma, rate * one.count)
+        cuts = _passes_the_edge(sigma / 2, rate * charged.count * cut)
+    return cuts + _passes_the_edge(sigma, rate * charged.count)
 
 
 def _passes_the_edge(noise_multiplier: float, num_inclusions: float) -> float:
@@ -79,7 +82,7 @@ def overflow_of_several(groups: accountants.Groups, copies: int) -> float:
 
 
 def epsilon_of_several(
-    plan: PrivacyPlan, groups: accountants.Groups, copies: int, interval: float
+    plan: ClaimedDelta, groups: accountants.Groups, copies: int, interval: float
 ) -> float:
     """Epsilon at the plan's delta, less what the cap costs that many examples.
 

@@ -14,16 +14,13 @@ import datetime
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from ..errors import BudgetSpent, PrivacyStateRefused
 from ..plan.releases import Release
 from ..sampling.keys import NONCE_BYTES
 from .chain import ChainFile, LineRefused, create_chain
 from .records import FORMAT_VERSION, RESTARTED, LedgerState
-
-if TYPE_CHECKING:
-    from .shared import Membership
 
 PROGRAM_START = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 """When this program loaded the module, which is before it looks at any data."""
@@ -37,6 +34,26 @@ _NOTED: Mapping[str, Literal["start", "at", "close"]] = {
 """What the witness is told of, once it is durable."""
 
 
+class Witness(Protocol):
+    """A second record of where a ledger stands, such as a run's part in a shared ledger."""
+
+    def mend(self) -> None:
+        """Repairs what a crash left."""
+        ...
+
+    def session_fields(self) -> Mapping[str, Any]:
+        """Returns what a session's record says of the witness."""
+        ...
+
+    def before_intent(self) -> None:
+        """Refuses an intent that may not be written."""
+        ...
+
+    def note(self, kind: Literal["start", "at", "close"]) -> None:
+        """Learns where the ledger stands."""
+        ...
+
+
 class Ledger:
     """An open ledger. Use `create` or `open`, then `start_session`; every method that writes is durable on return.
 
@@ -48,7 +65,7 @@ class Ledger:
 
     def __init__(self, path: Path, mirror: Path | None, *, mended: bool = True) -> None:
         self.path, self.mirror = path, mirror
-        self.witness: Membership | None = None
+        self.witness: Witness | None = None
         self._nonce: bytes | None = None
         self._chain = ChainFile(
             path,

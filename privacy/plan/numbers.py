@@ -146,7 +146,9 @@ class PrivacyPlan(PlanChoices):
     @cached_property
     def noise_tail_delta(self) -> float:
         """What noise made of doubles costs in delta, over all `max_intents`, because it ends somewhere; 0 for rounded noise."""
-        return tail_of_doubles(self) if self.had_doubles and self.formal_guarantee else 0.0
+        if not (self.had_doubles and self.formal_guarantee):
+            return 0.0
+        return tail_of_doubles(self.release_group(self.max_intents), self.num_examples)
 
     @property
     def accounted_delta(self) -> float:

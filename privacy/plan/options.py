@@ -9,15 +9,30 @@ the option's name, and privacy/verify.py, which shares nothing with this file an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ..errors import PrivacyConfigError
 from .lattice import Lattice
 from .releases import SENSITIVITY_SLACK
 
-if TYPE_CHECKING:
-    from .numbers import PrivacyPlan
-    from .request import Choices
+
+class ChosenNumbers(Protocol):
+    """The numbers of a plan that an option follows from, or adds a row about."""
+
+    @property
+    def lattice(self) -> Lattice | None: ...
+
+    @property
+    def max_batch_size(self) -> int: ...
+
+    @property
+    def max_grad_norm(self) -> float: ...
+
+    @property
+    def noise_multiplier(self) -> float: ...
+
+    @property
+    def had_doubles(self) -> bool: ...
 
 
 class Option:
@@ -46,11 +61,11 @@ class Option:
         """How a recipe writes it."""
         return f'{self.kind} = "{self.name}"'
 
-    def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
+    def frozen(self, plan: ChosenNumbers) -> dict[str, Any]:
         """What it adds to the plan in a ledger's `open` record."""
         return {}
 
-    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+    def rows(self, plan: ChosenNumbers) -> list[tuple[str, str]]:
         """(what, value): what card and planner say of it in their tables."""
         return []
 
@@ -75,7 +90,7 @@ class Clipping(Option):
         """The group of parameters that shares a norm with this one: all together unless an option says otherwise."""
         return ""
 
-    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+    def rows(self, plan: ChosenNumbers) -> list[tuple[str, str]]:
         return [("clipping function", self.name)]
 
 
@@ -121,14 +136,14 @@ class Arithmetic(Option):
     kind = "arithmetic"
     slack: ClassVar[float]
 
-    def lattice(self, plan: PrivacyPlan) -> Lattice | None:
+    def lattice(self, plan: ChosenNumbers) -> Lattice | None:
         """Where contributions, sums and noise lie; None in floating point."""
         return None
 
-    def frozen(self, plan: PrivacyPlan) -> dict[str, Any]:
+    def frozen(self, plan: ChosenNumbers) -> dict[str, Any]:
         return {"lattice_exponent": None if plan.lattice is None else plan.lattice.exponent}
 
-    def rows(self, plan: PrivacyPlan) -> list[tuple[str, str]]:
+    def rows(self, plan: ChosenNumbers) -> list[tuple[str, str]]:
         lies = (
             ""
             if plan.lattice is None
@@ -178,7 +193,7 @@ class Certified(Arithmetic):
         "examples; every start searched for counterexamples on made-up inputs before its first step."
     )
 
-    def lattice(self, plan: PrivacyPlan) -> Lattice | None:
+    def lattice(self, plan: ChosenNumbers) -> Lattice | None:
         return Lattice.of(plan.max_grad_norm, plan.max_batch_size, plan.noise_multiplier)
 
 
@@ -249,12 +264,12 @@ def option(kind: str, name: object) -> Option:
     return known[str(name)]
 
 
-def options_of(choices: Choices) -> dict[str, Option]:
+def options_of(choices: Any) -> dict[str, Option]:
     """Kind -> the option that a recipe's section, a request or a plan has chosen."""
     return {kind: option(kind, getattr(choices, kind, None)) for kind in OPTIONS}
 
 
-def require_compatible(choices: Choices, also: Mapping[str, bool] | None = None) -> None:
+def require_compatible(choices: Any, also: Mapping[str, bool] | None = None) -> None:
     """PrivacyConfigError for two settings that do not go together: the one place that says so.
 
     Args:
