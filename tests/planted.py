@@ -113,8 +113,8 @@ MISTAKES = [
     Mistake(
         "a resume takes any checkpoint that lies there",
         "privacy/run/run.py",
-        "        ledger.require_recorded(checkpoint.path)\n",
-        "        pass\n",
+        "    ledger.on_main(lambda on_rank_0: require_recorded(checkpoint.path, on_rank_0.state))\n",
+        "",
         "tests/trainer/test_import_provenance.py",
     ),
     Mistake(

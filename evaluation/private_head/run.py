@@ -34,9 +34,7 @@ from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_ke
 from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
-    LedgerMark,
-    MembersRecord,
-    append_line,
+    MarkedLedger,
     members_digest,
     not_in_ledger,
     read_lines,
@@ -222,12 +220,9 @@ def train_head(
         require_kept(output, ledger.state.opened, behind)
         nonce, count = ledger.start_session({}), plan.num_examples
         digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
-        attempt = MembersRecord(
-            *ledger.position(), 1, 0, nonce.hex(), count, (count,), (digest,), ()
-        )
-        append_line(members, attempt)
-        ledger.intent(1, 0, budget.releases)
-        append_line(members, LedgerMark(*ledger.position()))
+        marked = MarkedLedger(ledger, members)
+        marked.note(1, 0, nonce, count, [(count, digest)])
+        marked.write(lambda ledger: ledger.intent(1, 0, budget.releases))
         # Behind the digest of the data: a product's last bits depend on the number of threads.
         if whitening is not None:
             whitening.apply(rows.features_ND)
@@ -241,8 +236,7 @@ def train_head(
             tensors = {"weight": weight_LD, "bias": -weight_LD @ whitening.centre_D}
         save_file(tensors, output / "head.safetensors")
         ledger.done(1, 0)
-        ledger.close("finished")
-        append_line(members, LedgerMark(*ledger.position()))
+        marked.write(lambda ledger: ledger.close("finished"))
         claim = claim_of(output, ledger.state)
         claimed, claimed_delta = (None, plan.target_delta) if claim is None else claim
     finally:

@@ -14,10 +14,10 @@ not only believed. Without the key a digest says nothing.
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import durable
 from .records import LedgerState
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
 
 FILE = "members.jsonl"
 
@@ -83,6 +86,47 @@ def append_line(path: Path, line: LedgerMark) -> None:
             durable.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class MarkedLedger:
+    """Writes the private record beside the ledger: attempts before their intents, and marks. On one rank.
+
+    Attributes:
+        ledger: what needs no mark is written to it directly.
+    """
+
+    def __init__(self, ledger: "Ledger", members: Path) -> None:
+        self.ledger, self._members = ledger, members
+
+    def note(
+        self,
+        step: int,
+        attempt: int,
+        nonce: bytes,
+        rows_per_rank: int,
+        dealt: Sequence[tuple[int, str]],
+        nodes: tuple[int, ...] = (),
+    ) -> None:
+        """Records an attempt, whose intent is the ledger's next line; see `MembersRecord`.
+
+        Args:
+            dealt: for each rank the number of its examples and their digest.
+        """
+        counts, digests = zip(*dealt, strict=True)
+        seq, line_hash = self.ledger.position()
+        line = MembersRecord(
+            seq, line_hash, step, attempt, nonce.hex(), rows_per_rank, counts, digests, nodes
+        )
+        append_line(self._members, line)
+
+    def write(self, record: Callable[["Ledger"], object]) -> None:
+        """Writes to the ledger, and marks the line, which is durable then, before anything follows."""
+        record(self.ledger)
+        self.mark()
+
+    def mark(self) -> None:
+        """Names the ledger's last line."""
+        append_line(self._members, LedgerMark(*self.ledger.position()))
 
 
 def read_lines(path: Path) -> Iterator[LedgerMark]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints, require_recorded
+from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.ledger import Ledger
-from ..ledger.members import LedgerMark, MembersRecord, append_line, members_digest
+from ..ledger.members import MarkedLedger, members_digest
 from ..ledger.records import LedgerState, read_ledger
 from ..ledger.run_state import SharedTerms, open_run_state
 from ..plan.numbers import PrivacyPlan, make_plan
@@ -18,9 +18,11 @@ from ..step import collectives
 from ..step.batches import StepBatch
 from ..step.folder import RunFolder, environment
 
+T = TypeVar("T")
+
 
 class RunLedger:
-    """Collective wrapper of the ledger; every method is called on all ranks unless it says otherwise.
+    """The ledger of a run on many ranks; every method is called on all of them unless it says otherwise.
 
     Privately it also notes every attempt before its intent, and what the ledger must not lose (privacy/ledger/members.py).
 
@@ -32,7 +34,8 @@ class RunLedger:
     def __init__(
         self, ledger: Ledger | None, key: SamplingKey, plan: PrivacyPlan, *, members: Path
     ) -> None:
-        self._ledger, self._members_path = ledger, members
+        self._marked = None if ledger is None else MarkedLedger(ledger, members)
+        self._folder = members.parents[1]
         self.key = key
         self.plan = plan
         self._nonce: bytes | None = None
@@ -53,28 +56,45 @@ class RunLedger:
         )  # type: ignore[misc]
         self.opened: Recorded = opened  # the fields of the ledger's first line
 
+    @property
+    def _on_main(self) -> MarkedLedger:
+        assert self._marked is not None, "only rank 0 has the ledger"
+        return self._marked
+
+    def on_main(self, work: Callable[[Ledger], T]) -> T:
+        """Has rank 0's ledger do something; its result, or its refusal, is that of every rank."""
+        return collectives.on_main(lambda: work(self._on_main.ledger))
+
+    # On any rank.
+
     def release(self) -> None:
         """Closes rank 0's files; another program may then open the ledger."""
-        if self._ledger is not None:
-            self._ledger.release()
-
-    @property
-    def _on_main(self) -> Ledger:
-        assert self._ledger is not None, "only rank 0 has the ledger"
-        return self._ledger
+        if self._marked is not None:
+            self._marked.ledger.release()
 
     @property
     def num_charged(self) -> int:
         """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
-        return self._ledger.num_charged if self._ledger is not None else 0
+        return 0 if self._marked is None else self._marked.ledger.num_charged
 
     def budget_is_spent(self) -> bool:
         """Whether one more intent would pass the budget; False on ranks other than 0."""
-        return self._ledger is not None and self._ledger.budget_spent() is not None
+        return self._marked is not None and self._marked.ledger.budget_spent() is not None
 
-    def mend(self) -> None:
-        """Repairs what a crash left of ledger and mirror; nothing that this start can be refused for comes after it."""
-        collectives.on_main(lambda: self._on_main.mend())
+    def position(self) -> dict[str, Any]:
+        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
+        if self._marked is None:
+            return {}
+        seq, line_hash = self._marked.ledger.position()
+        return {"seq": seq, "hash": line_hash}
+
+    # On all ranks together.
+
+    def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
+        """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
+        self.on_main(
+            lambda ledger: ledger.require_not_shorter_than(position["seq"], position["hash"])
+        )
 
     def start_session(self, *, restarted: bool = False) -> bytes:
         """Records this start and returns its nonce.
@@ -83,98 +103,57 @@ class RunLedger:
             restarted: see `Ledger.start_session`.
         """
 
-        def start() -> bytes:
+        def start(ledger: Ledger) -> bytes:
             # The command line may name private paths.
             versions = {name: value for name, value in environment().items() if name != "arguments"}
-            return self._on_main.start_session(versions, restarted=restarted)
+            return ledger.start_session(versions, restarted=restarted)
 
-        self._nonce = collectives.on_main(start)
-        collectives.on_main(self._mark)
+        self._nonce = self.on_main(start)
+        collectives.on_main(lambda: self._on_main.mark())
         return self._nonce
 
-    def note(self, plan: StepBatch, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
+    def note(self, batch: StepBatch, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
         """Records, privately, whom the next attempt is about to train on; the intent follows, so every charge has its line."""
         if not self.plan.enabled:
             return
         assert self._nonce is not None, "a session comes first"
-        attempt, rows, nonce = (
-            self.attempts.get(plan.step, 0),
-            plan.num_micro_batches * micro_batch_size,
-            self._nonce,
-        )
-        digest = members_digest(
-            self.key, nonce, attempt, plan.step, collectives.rank(), plan.example_ids
-        )
-        counts, digests = zip(
-            *collectives.gather_objects((len(plan.example_ids), digest)), strict=True
-        )
-
-        def write() -> None:
-            seq, digest_of_line = self._on_main.position()
-            line = MembersRecord(
-                seq, digest_of_line, plan.step, attempt, nonce.hex(), rows, counts, digests, nodes
-            )
-            append_line(self._members_path, line)
-
-        collectives.on_main(write)
-
-    def _mark(self) -> None:
-        """Names the ledger's last line, which is durable, in the private record; on rank 0, before the others go on."""
-        append_line(self._members_path, LedgerMark(*self._on_main.position()))
-
-    def _write(self, record: Callable[[Ledger], None]) -> None:
-        """Writes on rank 0; the private record knows of the line before any rank goes on."""
-
-        def write() -> None:
-            assert self._nonce is not None, "a session comes first"
-            record(self._on_main)
-            self._mark()
-
-        collectives.on_main(write)
+        nonce, step = self._nonce, batch.step
+        attempt = self.attempts.get(step, 0)
+        ids, rows = batch.example_ids, batch.num_micro_batches * micro_batch_size
+        digest = members_digest(self.key, nonce, attempt, step, collectives.rank(), ids)
+        dealt = collectives.gather_objects((len(ids), digest))
+        collectives.on_main(lambda: self._on_main.note(step, attempt, nonce, rows, dealt, nodes))
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`."""
+        attempt = self.attempts.get(step, 0)
         if self.plan.enabled:
-            self._write(lambda ledger: ledger.intent(step, self.attempts.get(step, 0), releases))
+            self._write(lambda ledger: ledger.intent(step, attempt, releases))
 
     def done(self, step: int, **noised: Any) -> None:
+        """The update of the attempt is made; see `Ledger.done`."""
+        attempt = self.attempts.get(step, 0)
         if self.plan.enabled:
-            collectives.on_main(
-                lambda: self._on_main.done(step, self.attempts.get(step, 0), **noised)
-            )
+            self.on_main(lambda ledger: ledger.done(step, attempt, **noised))
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
+        """A checkpoint is whole; see `Ledger.checkpoint`."""
         if self.plan.enabled:
             self._write(lambda ledger: ledger.checkpoint(step, name, digest))
-
-    def adopt(self, resumed: Checkpoint) -> None:
-        """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
-        digest = file_digest(resumed.path / MANIFEST)
-        if not collectives.on_main(
-            lambda: (resumed.step, digest) in self._on_main.state.checkpoints
-        ):
-            self.checkpoint(resumed.step, resumed.path.name, digest)
 
     def close_run(self) -> None:
         """All steps are done."""
         self._write(lambda ledger: ledger.close("finished"))
 
-    def position(self) -> dict[str, Any]:
-        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
-        if self._ledger is None:
-            return {}
-        seq, line_hash = self._ledger.position()
-        return {"seq": seq, "hash": line_hash}
+    def _write(self, record: Callable[[Ledger], None]) -> None:
+        """Writes on rank 0; the private record knows of the line before any rank goes on."""
+        collectives.on_main(lambda: self._on_main.write(record))
 
-    def require_not_shorter_than(self, position: Mapping[str, Any]) -> None:
-        """Refuses a ledger that does not contain the line a checkpoint remembers (exit 4)."""
-        collectives.on_main(
-            lambda: self._on_main.require_not_shorter_than(position["seq"], position["hash"])
-        )
-
-    def require_recorded(self, checkpoint: Path) -> None:
-        """Refuses a checkpoint that is not the one that the ledger recorded (exit 4)."""
-        collectives.on_main(lambda: require_recorded(checkpoint, self._on_main.state))
+    def adopt(self, resumed: Checkpoint) -> None:
+        """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
+        digest = file_digest(resumed.path / MANIFEST)
+        if not self.on_main(lambda ledger: (resumed.step, digest) in ledger.state.checkpoints):
+            self.checkpoint(resumed.step, resumed.path.name, digest)
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
         """Epsilon of `num_charged` attempts, or on rank 0 of everything charged so far. None without a guarantee. On any rank."""
@@ -200,7 +179,7 @@ class RunLedger:
             assert epsilon is not None, "there is a guarantee"
             return epsilon, self.plan.target_delta
         if self._behind is None:
-            self._behind = states_behind(self._members_path.parents[1], self.opened)
+            self._behind = states_behind(self._folder, self.opened)
         states = [LedgerState(opened=self.opened), *self._behind]
         delta = min(one.plan.target_delta for one in states)
         # A composition takes seconds, and most steps stand between two counts of the table.
@@ -220,7 +199,7 @@ class Opening(NamedTuple):
 
     Attributes:
         plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
-        ledger: of a run that is there, opened without writing to it (`RunLedger.mend` does); None for a new one.
+        ledger: of a run that is there, opened without writing to it (`Ledger.mend` does); None for a new one.
         create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
             It takes what stands in the ledger from its opening: the number of noised coordinates, and f of the sums at the plan's
             C, None without noise.

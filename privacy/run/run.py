@@ -17,6 +17,7 @@ from ..checkpoints.read import (
     Checkpoint,
     newest_whole,
     readable_manifests,
+    require_recorded,
     set_aside_newer,
 )
 from ..checkpoints.write import CheckpointWriter, Retention, require_finite
@@ -30,6 +31,7 @@ from ..errors import (
     PrivacyStateRefused,
     StepDropped,
 )
+from ..ledger.ledger import Ledger
 from ..noise import NoiseSource
 from ..plan.numbers import PrivacyPlan
 from ..premises import require_premises
@@ -161,7 +163,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
                 )
             if not is_dry:
                 # The crash may have come between the end and its signature.
-                ledger.mend()
+                ledger.on_main(Ledger.mend)
             return Finished(ledger, resumed)
         found = ledger, resumed
         require_drawn_noise(folder, opening.plan, resumed)
@@ -196,7 +198,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     if resumed is not None:
         kept = resumed.path.name
         collectives.on_main(lambda: set_aside_newer(folder.checkpoints, kept))
-    ledger.mend()
+    ledger.on_main(Ledger.mend)
     nonce = ledger.start_session(restarted=restarted)
     if resumed is not None:
         ledger.adopt(resumed)
@@ -412,14 +414,15 @@ def load_newest(
             one that the ledger recorded.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
-    if checkpoint is not None and not checkpoint.manifest.get("ledger"):
+    if checkpoint is None:
+        return None
+    if not checkpoint.manifest.get("ledger"):
         raise PrivacyStateRefused(
             f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
             "weights from elsewhere are what a new run folder starts from"
         )
-    if checkpoint is not None:
-        ledger.require_recorded(checkpoint.path)
-    if checkpoint is not None and take_weights is not None:
+    ledger.on_main(lambda on_rank_0: require_recorded(checkpoint.path, on_rank_0.state))
+    if take_weights is not None:
         take_weights(checkpoint)
     return checkpoint
 

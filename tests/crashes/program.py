@@ -26,6 +26,7 @@ from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newe
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.ledger import chain, durable, records, shared
 from privacy.ledger.chain import ChainState
+from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan, make_plan
@@ -112,7 +113,7 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
             folder.begin()
             if resumed is not None:
                 set_aside_newer(folder.checkpoints, resumed.path.name)
-        run.mend()
+        run.on_main(Ledger.mend)
         yield run, resumed
 
 
@@ -205,7 +206,7 @@ def charged(root: Path, remembered: Remembered) -> tuple[set[tuple[str, int, int
     with quick(99) as patch:
         remembered.watching(patch)
         with opened(root) as (run, _):
-            state = run._on_main.state
+            state = run._on_main.ledger.state
             intents = {(intent.nonce, intent.step, intent.attempt) for intent in state.intents}
             return intents, state.num_charged, run.is_closed
 

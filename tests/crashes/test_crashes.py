@@ -112,7 +112,7 @@ def intent_after_the_draw(patch: pytest.MonkeyPatch) -> None:
 
     def late(self: RunLedger, step: int, **more: Any) -> None:
         note = DRAWS.pop()
-        note((self._on_main.state.nonces[-1], step, self.attempts.get(step, 0)))
+        note((self._on_main.ledger.state.nonces[-1], step, self.attempts.get(step, 0)))
         DRAWS.append(note)
         real(self, step, **more)
 
@@ -163,7 +163,7 @@ def checkpoint_recorded_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
 def attempt_recorded_after_the_intent(patch: pytest.MonkeyPatch) -> None:
     real, waiting = RunLedger.intent, list[Any]()
     noted = RunLedger.note
-    patch.setattr(RunLedger, "note", lambda self, plan, *, micro_batch_size: waiting.append(plan))
+    patch.setattr(RunLedger, "note", lambda self, batch, *, micro_batch_size: waiting.append(batch))
 
     def first(self: RunLedger, step: int, **more: Any) -> None:
         real(self, step, **more)

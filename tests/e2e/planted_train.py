@@ -41,9 +41,9 @@ from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.ledger import chain, durable  # noqa: E402
 from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
+from privacy.ledger.members import MarkedLedger  # noqa: E402
 from privacy.noise import SystemNoise  # noqa: E402
 from privacy.run import run as loop  # noqa: E402
-from privacy.run.ledger import RunLedger  # noqa: E402
 from privacy.step import step as one_step  # noqa: E402
 from trainer.ranks import distributed, heartbeat  # noqa: E402
 from trainer.run import start as run_start  # noqa: E402
@@ -103,10 +103,10 @@ def as_in_other_starts() -> None:
 
 POINTS: dict[str, tuple[Any, str]] = {
     "before_intent": (Ledger, "intent"),
-    "before_mark": (RunLedger, "_mark"),
+    "before_mark": (MarkedLedger, "mark"),
     "before_noise": (RecordingNoise, "rounded_normal"),
     "before_done": (Ledger, "done"),
-    "in_record": (RunLedger, "note"),
+    "in_record": (MarkedLedger, "note"),
     "in_ledger_write": (AppendOnly, "append"),
     "in_checkpoint": (checkpoint_writer, "_publish"),
 }
@@ -142,7 +142,7 @@ def crash(point: str, count: int) -> None:
             )  # torn anywhere, the newline missing
             os.fsync(file._descriptor)
         if point == "in_record":
-            with arguments[0]._members_path.open("ab") as file:
+            with arguments[0]._members.open("ab") as file:
                 file.write(b'{"seq":9,"hash":"')
         os.kill(os.getpid(), signal.SIGKILL)
 

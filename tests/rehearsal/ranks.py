@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.accumulators import SHORT, Grid, LocalSums, Total
-from privacy.ledger.members import MembersRecord, read_lines
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.members import MarkedLedger, MembersRecord, read_lines
 from privacy.plan.numbers import make_plan
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
@@ -293,14 +294,13 @@ def record_members(fleet: Fleet, folder: Path, world_size: int) -> dict[str, Any
     expected = fleet.config.privacy.expected_batch_size
     ids = np.arange(expected // world_size + 1, dtype=np.int64)
     batches = fleet.batches
-    ledger = SimpleNamespace(position=lambda: (7, "0" * 64))
+    ledger = MarkedLedger(cast(Ledger, SimpleNamespace(position=lambda: (7, "0" * 64))), path)
     rank_0 = SimpleNamespace(
         plan=SimpleNamespace(enabled=True),
         key=batches.key,
         attempts={},
         _nonce=batches.nonce,
         _on_main=ledger,
-        _members_path=path,
     )
     standing_in = patch.multiple(
         collectives,
