@@ -221,8 +221,8 @@ def train_head(
         nonce, count = ledger.start_session({}), plan.num_examples
         digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
         marked = MarkedLedger(ledger, members)
-        marked.note(1, 0, nonce, rows_per_rank=count, counts=[count], digests=[digest])
-        marked.intent(1, 0, budget.releases)
+        marked.note(1, 0, nonce, count, [(count, digest)])
+        marked.write(lambda ledger: ledger.intent(1, 0, budget.releases))
         # Behind the digest of the data: a product's last bits depend on the number of threads.
         if whitening is not None:
             whitening.apply(rows.features_ND)
@@ -236,8 +236,7 @@ def train_head(
             tensors = {"weight": weight_LD, "bias": -weight_LD @ whitening.centre_D}
         save_file(tensors, output / "head.safetensors")
         ledger.done(1, 0)
-        ledger.close("finished")
-        marked.mark()
+        marked.write(lambda ledger: ledger.close("finished"))
         claim = claim_of(output, ledger.state)
         claimed, claimed_delta = (None, plan.target_delta) if claim is None else claim
     finally:

@@ -14,7 +14,7 @@ not only believed. Without the key a digest says nothing.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import refusing
-from ..plan.releases import Release
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
 from . import durable
@@ -90,11 +89,10 @@ def append_line(path: Path, line: LedgerMark) -> None:
 
 
 class MarkedLedger:
-    """Writes the private record beside the ledger: an attempt before its intent, a mark after it. On one rank.
+    """Writes the private record beside the ledger: attempts before their intents, and marks. On one rank.
 
-    Args:
-        ledger: what it does without a mark is its own matter.
-        members: the private record, which is there since the run was opened.
+    Attributes:
+        ledger: what needs no mark is written to it directly.
     """
 
     def __init__(self, ledger: "Ledger", members: Path) -> None:
@@ -105,32 +103,29 @@ class MarkedLedger:
         step: int,
         attempt: int,
         nonce: bytes,
-        *,
         rows_per_rank: int,
-        counts: Sequence[int],
-        digests: Sequence[str],
+        dealt: Sequence[tuple[int, str]],
         nodes: tuple[int, ...] = (),
     ) -> None:
-        """Records an attempt, whose intent is the ledger's next line; see `MembersRecord`."""
+        """Records an attempt, whose intent is the ledger's next line; see `MembersRecord`.
+
+        Args:
+            dealt: for each rank the number of its examples and their digest.
+        """
+        counts, digests = zip(*dealt, strict=True)
+        seq, line_hash = self.ledger.position()
         line = MembersRecord(
-            *self.ledger.position(),
-            step,
-            attempt,
-            nonce.hex(),
-            rows_per_rank,
-            tuple(counts),
-            tuple(digests),
-            nodes,
+            seq, line_hash, step, attempt, nonce.hex(), rows_per_rank, counts, digests, nodes
         )
         append_line(self._members, line)
 
-    def intent(self, step: int, attempt: int, releases: Sequence[Release]) -> None:
-        """Charges the attempt; see `Ledger.intent`."""
-        self.ledger.intent(step, attempt, releases)
+    def write(self, record: Callable[["Ledger"], object]) -> None:
+        """Writes to the ledger, and marks the line, which is durable then, before anything follows."""
+        record(self.ledger)
         self.mark()
 
     def mark(self) -> None:
-        """Names the ledger's last line, which is durable, before anything follows."""
+        """Names the ledger's last line."""
         append_line(self._members, LedgerMark(*self.ledger.position()))
 
 

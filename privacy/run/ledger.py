@@ -117,35 +117,23 @@ class RunLedger:
         if not self.plan.enabled:
             return
         assert self._nonce is not None, "a session comes first"
-        step, nonce, attempt = batch.step, self._nonce, self.attempts.get(batch.step, 0)
-        digest = members_digest(
-            self.key, nonce, attempt, step, collectives.rank(), batch.example_ids
-        )
-        counts, digests = zip(
-            *collectives.gather_objects((len(batch.example_ids), digest)), strict=True
-        )
-        collectives.on_main(
-            lambda: self._on_main.note(
-                step,
-                attempt,
-                nonce,
-                rows_per_rank=batch.num_micro_batches * micro_batch_size,
-                counts=counts,
-                digests=digests,
-                nodes=nodes,
-            )
-        )
+        nonce, step = self._nonce, batch.step
+        attempt = self.attempts.get(step, 0)
+        ids, rows = batch.example_ids, batch.num_micro_batches * micro_batch_size
+        digest = members_digest(self.key, nonce, attempt, step, collectives.rank(), ids)
+        dealt = collectives.gather_objects((len(ids), digest))
+        collectives.on_main(lambda: self._on_main.note(step, attempt, nonce, rows, dealt, nodes))
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges the attempt; see `Ledger.intent`."""
+        attempt = self.attempts.get(step, 0)
         if self.plan.enabled:
-            attempt = self.attempts.get(step, 0)
-            collectives.on_main(lambda: self._on_main.intent(step, attempt, releases))
+            self._write(lambda ledger: ledger.intent(step, attempt, releases))
 
     def done(self, step: int, **noised: Any) -> None:
         """The update of the attempt is made; see `Ledger.done`."""
+        attempt = self.attempts.get(step, 0)
         if self.plan.enabled:
-            attempt = self.attempts.get(step, 0)
             self.on_main(lambda ledger: ledger.done(step, attempt, **noised))
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
@@ -159,12 +147,7 @@ class RunLedger:
 
     def _write(self, record: Callable[[Ledger], None]) -> None:
         """Writes on rank 0; the private record knows of the line before any rank goes on."""
-
-        def write() -> None:
-            record(self._on_main.ledger)
-            self._on_main.mark()
-
-        collectives.on_main(write)
+        collectives.on_main(lambda: self._on_main.write(record))
 
     def adopt(self, resumed: Checkpoint) -> None:
         """Records the checkpoint that this session goes on from, if a crash came between it and its record."""

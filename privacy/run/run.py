@@ -107,7 +107,7 @@ class Start(Protocol):
 
 @dataclass(eq=False)
 class Step:
-    """A step that `Run.steps` deals, and that its caller takes and keeps.
+    """One turn of the loop over a run: `Run.steps` deals it, and the caller takes and keeps it.
 
     Attributes:
         batch: what this rank reads.
@@ -123,7 +123,7 @@ class Step:
 
     @property
     def number(self) -> int:
-        """From 1 on."""
+        """Returns the number of the step, from 1 on."""
         return self.batch.step
 
 
@@ -299,7 +299,7 @@ class Run:
         self._is_stopped = True
 
     def take(self, step: Step, micro_batches: Iterator[MicroBatch] | None = None) -> StepRecord:
-        """Notes, charges and makes the step of this turn. Collective.
+        """Notes, charges and makes the step of this turn; see `train_step`. Collective.
 
         Args:
             micro_batches: in place of the step's own.
@@ -312,9 +312,10 @@ class Run:
         step.state = "begun"
         # Before the intent, so that every charge has its private record of whom it was spent on.
         self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
-        rows = step.micro_batches if micro_batches is None else micro_batches
+        if micro_batches is None:
+            micro_batches = step.micro_batches
         try:
-            record = train_step(self.mechanism, self._charge, step.number, rows)
+            record = train_step(self.mechanism, self._charge, step.number, micro_batches)
         except StepDropped:
             self._turn, self.outcome = None, STOPPED_EARLY
             raise

@@ -2,7 +2,7 @@
 
 `train_step` takes the clipped sums of all micro-batches, writes the intent into the ledger (before them, if sums are communicated
 with every micro-batch), reduces once, lets the owner of each shard add noise, divides by the public expected batch size, steps
-the optimizer and writes `done`. `privacy/run/run.py` repeats it.
+the optimizer and writes `done`. `Run.take` (privacy/run/run.py) calls it, once a turn of its caller's loop.
 """
 
 import math
