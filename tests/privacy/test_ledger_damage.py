@@ -271,6 +271,23 @@ def test_a_torn_line_where_the_budget_is_spent_or_no_step_remains_costs_nothing(
     assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == 10
 
 
+@pytest.mark.parametrize("repeated", [(), (4,), (4, 5)])
+def test_contract_9_a_torn_line_is_charged_where_done_steps_are_repeated(
+    tmp_path, no_fsync, repeated
+):
+    """All steps were done once, and a session goes back: an intent can have been written there."""
+    path = written(tmp_path, steps=6)
+    with Ledger.open(path) as ledger:
+        ledger.start_session(ENVIRONMENT)
+        for step in repeated:
+            take_step(ledger, step)
+        charged = ledger.num_charged
+    path.write_bytes(path.read_bytes() + b"torn")
+    assert read_ledger(path).num_charged == verify.read_ledger(path).charged() == charged + 1
+    with Ledger.open(path) as ledger:
+        assert ledger.num_charged == charged + 1
+
+
 def test_only_the_exact_form_of_a_repair_is_accepted(tmp_path):
     path = written(tmp_path, steps=1)
     path.write_bytes(path.read_bytes() + b'{"seq":5,"type":"inte')

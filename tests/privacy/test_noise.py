@@ -58,6 +58,22 @@ def test_contract_7_draws_of_several_threads_are_normal_and_none_comes_twice(
     assert not torch.equal(draw[:64], SystemNoise().rounded_normal(DEVIATION, 64, CPU))
 
 
+@pytest.mark.parametrize("count", [0, 1, 262_143, 524_289, 1_000_003])
+def test_contract_7_threads_draw_once_for_every_coordinate(
+    four_threads: None, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Also for the last ones, where the threads do not divide the number of coordinates."""
+    sizes = []
+
+    def sevens(_: float, size: int, __: SystemNoise) -> np.ndarray:
+        sizes.append(size)
+        return np.full(size, 7)
+
+    monkeypatch.setattr(noise, "draw_rounded_normal", sevens)
+    draw = SystemNoise().rounded_normal(DEVIATION, count, CPU)
+    assert sum(sizes) == len(draw) == count and bool((draw == 7).all())
+
+
 def test_contract_7_what_a_thread_raises_is_raised(
     four_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,20 @@ def test_published_floats_are_rounded_to_fp32(tmp_path: Path) -> None:
     assert as_fp32(0.1) == 0.1 and as_fp32(0.1 + 1e-12) == 0.1
 
 
+def test_contract_10_an_epsilon_is_never_published_below_what_was_spent(tmp_path: Path) -> None:
+    """Neither in the decimal of the line nor in the fp32 of TensorBoard, and above it by two fp32 steps at most."""
+    spent = [0.1, 0.100000001, 0.125, 7.9251, *np.random.default_rng(0).uniform(1e-3, 50, 500)]
+    writer = PublicMetrics(tmp_path)
+    for epsilon in map(float, spent):
+        writer.scalars(1, {"privacy/epsilon": Public(epsilon, Reason.CHARGED)})
+    writer.close()
+    lines = [line["privacy/epsilon"] for line in read_metrics(tmp_path)]
+    for epsilon, line in zip(spent, lines, strict=True):
+        assert line == as_fp32(line) and epsilon <= min(line, float(np.float32(line)))
+        assert line <= epsilon * (1 + 2**-22)
+    assert lines[2] == 0.125
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -140,7 +140,10 @@ class _Sinks(Generic[Number, Text, Picture]):
 
 
 class PublicMetrics(_Sinks[Public[float], Public[str], Public[np.ndarray]]):
-    """Takes what is known to be public under its name in `PUBLISHED`, rounds it to fp32 and writes no time."""
+    """Takes what is known to be public under its name in `PUBLISHED`, rounds it to fp32 and writes no time.
+
+    What was spent is rounded upward.
+    """
 
     def __init__(self, folder: Path, session: Session | None = None) -> None:
         super().__init__(folder, session, times=False)
@@ -157,7 +160,7 @@ class PublicMetrics(_Sinks[Public[float], Public[str], Public[np.ndarray]]):
             and self._settings.setdefault(name, box.value) != box.value
         ):
             raise ValueError(f"{name} is called a setting, and changes from step to step")
-        return as_fp32(box.value)
+        return (fp32_above if box.because is Reason.CHARGED else as_fp32)(box.value)
 
 
 class PrivateMetrics(_Sinks[Private[float], Private[str], Private[np.ndarray]]):
@@ -175,7 +178,15 @@ def as_fp32(value: Any) -> Any:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def fp32_above(value: float) -> float:
-    """The smallest fp32 number that is not below `value`: an epsilon is never published below what was spent."""
-    nearest = np.float32(value)
-    return float(nearest if nearest >= value else np.nextafter(nearest, np.float32(np.inf)))
+def fp32_above(value: Any) -> Any:
+    """A float as published, like `as_fp32`, but never below `value`, whether the decimal is read as fp64 or as fp32.
+
+    An epsilon is never published below what was spent.
+    """
+    if not isinstance(value, float):
+        return value
+    published = np.float32(value)
+    # The shortest decimal may lie below its fp32 neighbour. Both are compared in fp64: numpy would round `value` to fp32 first.
+    while min(as_fp32(float(published)), float(published)) < value:
+        published = np.nextafter(published, np.float32(np.inf))
+    return as_fp32(float(published))

@@ -32,7 +32,7 @@ from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig
 from trainer.hardware import known_peak
 from trainer.loop.heldout import Heldout, HeldoutResults
-from trainer.loop.metrics import PrivateMetrics, PublicMetrics, Session, as_fp32, fp32_above
+from trainer.loop.metrics import PrivateMetrics, PublicMetrics, Session, as_fp32
 
 PLAIN_INTERVAL_SECONDS = 30.0
 IMPORTANCE = ("eps", "eta", "loss")
@@ -161,7 +161,7 @@ class StepReporter:
                 "optimizer/noised_grad_norm": record.noised_grad_norm,
             }
             if claim is not None:
-                public["privacy/epsilon"] = Public(fp32_above(claim[0]), Reason.CHARGED)
+                public["privacy/epsilon"] = Public(claim[0], Reason.CHARGED)
                 public["privacy/charged_attempts"] = Public(
                     self._run.ledger.num_charged, Reason.CHARGED
                 )

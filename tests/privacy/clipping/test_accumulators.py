@@ -274,6 +274,26 @@ def test_slots_hold_the_weighted_sum(kind: str, size: int, dtype: torch.dtype, g
     torch.testing.assert_close(total, expected, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_contract_6_a_row_of_a_table_in_every_block_of_a_micro_batch(sign: int) -> None:
+    """1,024 examples come in 16 blocks, whose sums are as far from a carry as can be: 6 bytes hold their sum exactly."""
+    grid = Grid.of(190_000_000, torch.float32, 1_319_879, 100_000)
+    unit = grid.unit(1.0)
+    assert grid.layout == "int32+int16" and unit is not None
+    units_B = torch.full((EXAMPLES_PER_PART,), sign * 2**29 // EXAMPLES_PER_SUM)
+    units_B[::EXAMPLES_PER_SUM] -= sign
+    assert int(units_B.abs().max()) <= unit.largest
+    g_BTp = (units_B.double() * 2.0**-unit.exponent).view(-1, 1, 1).expand(-1, 1, 2)
+    ids_BT = torch.zeros(EXAMPLES_PER_PART, 1, dtype=torch.int64)
+    sums = LocalSums({"table": torch.Size([10_000, 2])}, grid, CPU)
+    sums.zero_(unit)
+    for _ in range(3):
+        sums.start(EXAMPLES_PER_PART)
+        Rows(ids_BT, g_BTp).add_weighted(torch.ones(EXAMPLES_PER_PART), sums.slot("table"))
+    total = sums.take("table").read(slice(None)).view(10_000, 2)
+    assert total[0].tolist() == [3 * int(units_B.sum())] * 2 and not total[1:].any()
+
+
 SHAPES = {"a": torch.Size([40, 33]), "b": torch.Size([7]), "c": torch.Size([129])}
 GRID = Grid.of(sum(shape.numel() for shape in SHAPES.values()), torch.float32, 5000, 5000)
 

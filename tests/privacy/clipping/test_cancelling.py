@@ -11,6 +11,7 @@ from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.norms import NormTally
 from privacy.gradients.per_example_gradients import Contribution, Dense, OuterProducts, Rows
 from privacy.plan.lattice import Lattice
+from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
 
 
@@ -97,6 +98,30 @@ def test_contract_4_the_longest_sum_counts_wherever_its_parameter_comes() -> Non
     error = matrix.norm_terms * u * gross**2
     rounding = (8 + 4 * (64 * 2000) ** 0.5) * u * gross
     assert norms[0] == norms[1] >= ((norm**2 + error) ** 0.5 + rounding) / 1.0005 * (1 - 1e-6)
+
+
+def call(kind: str, sign: float) -> Contribution:
+    """One call that adds `sign` to the one number of a parameter."""
+    one, signed = torch.ones(1, 1, 1), torch.full((1, 1, 1), sign)
+    match kind:
+        case "rows":
+            return Rows(torch.zeros(1, 1).long(), signed)
+        case "written":
+            return Dense(signed)
+    return OuterProducts(one, signed)
+
+
+@pytest.mark.parametrize(
+    "kinds", [("products",), ("rows",), ("written",), ("products", "rows"), ("products", "written")]
+)
+def test_contract_4_lengths_of_all_calls_of_a_parameter_add_up(kinds: tuple[str, ...]) -> None:
+    """Of 100 calls 49 cancel 49 others: together they are 100 long, of which at most 32 C are added in part."""
+    calls = [call(kinds[i % len(kinds)], 1.0 if i < 51 else -1.0) for i in range(100)]
+    tally = NormTally(1, torch.device("cpu"), torch.float32)
+    tally.add(calls)
+    assert float(tally.totals.squared_B) == pytest.approx(4.0)
+    assert float(tally.totals.gross_squared_B.sqrt()) >= 100 * (1 - 1e-6)
+    assert 100 / float(tally.safe_norm()) <= 32 * (1 + SENSITIVITY_SLACK / 2) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass", "certified"])

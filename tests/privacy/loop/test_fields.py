@@ -1,5 +1,6 @@
 """An item is what its fields say, or it is unusable; a mistake in the fields themselves is one line."""
 
+import random
 import re
 from typing import Any
 
@@ -121,6 +122,34 @@ def test_items_of_tensors_are_read_together_as_they_are_one_by_one() -> None:
             torch.equal(found.inputs[n].nan_to_num(9), expected.inputs[n].nan_to_num(9))
             for n in found.inputs
         )
+
+
+@pytest.mark.parametrize("kind", [list, lambda items: TensorDataset(torch.stack(items))])
+def test_contract_13_what_a_model_draws_does_not_follow_from_the_keys_of_items(kind: Any) -> None:
+    """Python's, numpy's and torch's random numbers go on as if nobody had read, also where an item cannot be used."""
+    reader = Reader(kind([torch.tensor(1), torch.tensor(7)]), Example([LABEL]), 4)
+
+    def draws() -> tuple[float, ...]:
+        return (
+            random.random(),
+            float(np.random.random()),  # noqa: NPY002  (what an old library draws from)
+            float(torch.rand(())),
+        )
+
+    def seeded() -> None:
+        random.seed(5)
+        np.random.seed(5)  # noqa: NPY002
+        torch.manual_seed(5)
+
+    seeded()
+    expected = draws()
+    for request in ([], [(0, 1, 3)], [(0, 2**63 + 9, 0), (1, 7, 2)]):
+        seeded()
+        assert reader[request].is_padding_B.sum() == 4 - min(1, len(request))
+        assert draws() == expected
+    seeded()
+    reader.digest()
+    assert draws() == expected
 
 
 def test_only_plain_tensors_in_the_fields_own_dtypes_are_read_together(
