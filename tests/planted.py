@@ -65,14 +65,14 @@ MISTAKES = [
         "the intent is written after the reduction",
         "privacy/step/step.py",
         "    if not clipped.leaves_process:\n"
-        "        lr = _intend(mechanism, step, release)\n"
+        "        lr = _intend(charge, step, release)\n"
         '    laps.end("intent")\n'
         "\n"
         "    shards = reduce_to_owners(clipped, engine.layout)\n",
         '    laps.end("intent")\n'
         "    shards = reduce_to_owners(clipped, engine.layout)\n"
         "    if not clipped.leaves_process:\n"
-        "        lr = _intend(mechanism, step, release)\n",
+        "        lr = _intend(charge, step, release)\n",
         "tests/trainer/test_audit_mechanism.py",
     ),
     Mistake(

@@ -57,14 +57,20 @@ class ShardSet:
         """Local files; the root is the deepest folder that holds them all.
 
         Raises:
-            DataError: none, or one twice.
+            DataError: none, or one twice, under whatever path: its examples would have two copies.
         """
         if not paths:
             raise DataError("no shards to index")
         root = Path(os.path.commonpath([str(path.absolute().parent) for path in paths]))
         names = sorted(path.absolute().relative_to(root).as_posix() for path in paths)
-        if len(set(names)) != len(names):
-            raise DataError("a shard is listed twice")
+        by_file: dict[Path, str] = {}
+        for name in names:
+            file = (root / name).resolve()
+            if file in by_file:
+                raise DataError(
+                    f"{root / by_file[file]} is listed twice, also as {root / name}: name each shard once"
+                )
+            by_file[file] = name
         return cls(str(root), tuple(names), tuple(unread_names))
 
     def remarks(self) -> Iterator[str]:

@@ -24,7 +24,7 @@ from data.errors import DataError, ReadError
 from data.index import build as index_build
 from data.index.build import build_index, verify_hashes
 from data.index.shard import ROW
-from data.index.shards import find_shards, require_a_shard
+from data.index.shards import ShardSet, find_shards, require_a_shard
 from data.index.tar_index import MANIFEST, ExampleTable
 from data.reading.pool import run_all, worker_pool
 from data.reading.reader import TarReader
@@ -539,3 +539,18 @@ def test_huge_patterns_are_refused_before_they_take_memory(tmp_path: Path) -> No
         assert "\n" not in str(caught.value)
     assert tracemalloc.get_traced_memory()[1] < 500e6
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("how", ["the same name", "a detour", "a link"])
+def test_a_shard_that_is_named_by_two_paths_is_refused(how: str, tmp_path: Path) -> None:
+    """Every example of it would have two copies, and epsilon is for one."""
+    shard = tmp_path / "d" / "s.tar"
+    shard.parent.mkdir()
+    shard.write_bytes(b"")
+    second = {"the same name": shard, "a detour": tmp_path / "d/../d/s.tar"}.get(how)
+    if second is None:
+        second = tmp_path / "d" / "t.tar"
+        second.symlink_to(shard)
+    with pytest.raises(DataError, match=r"s\.tar is listed twice, also as .*\.tar: name each"):
+        ShardSet.of_files([shard, second])
+    assert ShardSet.of_files([shard]).names == ("s.tar",)
