@@ -18,7 +18,7 @@ PLANTED = "tests/e2e/planted_train.py"
 def train_arguments(
     run_dir: Path, *more: str, ds_config: str = "ds_configs/zero3.json", recipe: str = RECIPE
 ) -> list[str]:
-    """The clipping mode is given, since the estimate that chooses one takes a quarter of a small start."""
+    """The clipping mode is given, since the trial that chooses one takes a part of a small start."""
     if not any(option.startswith("privacy.clipping_mode") for option in more):
         more = ("privacy.clipping_mode=bookkeeping", *more)
     return ["--ds_config", ds_config, "--recipe", recipe, "--run_dir", str(run_dir), *more]

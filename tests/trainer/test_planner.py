@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from data.index.build import build_index
 from data.index.shards import find_shards
@@ -23,7 +24,7 @@ from trainer.engines import require_supported
 from trainer.errors import ConfigError
 from trainer.hardware import GPUS, find_gpu
 from trainer.planner.memory import largest_that_fits, trained_count
-from trainer.planner.probe import count_flops
+from trainer.planner.probe import MemoryTimeline, count_flops
 from trainer.planner.resources import (
     BYTES_PER_EXAMPLE,
     Cluster,
@@ -112,6 +113,23 @@ def test_forward_flop_of_vit_s_and_b(width: int, heads: int, published: float) -
 
 
 # Memory
+
+
+def test_every_tensor_is_counted_from_birth_to_death() -> None:
+    before = torch.zeros(1000)
+
+    def work() -> Tensor:
+        x = before + 1  # 4000
+        view = x.view(10, 100)  # no memory of its own
+        y = view.square().sum()  # 8000, then 8004
+        del x, view
+        before.add_(1)  # in place, and not ours
+        return y * 2  # the square and the view are gone: 4 + 4
+
+    with MemoryTimeline() as timeline:
+        kept = work()
+    del kept
+    assert timeline.live_bytes == [4000, 4000, 8000, 8004, 4, 8]
 
 
 @pytest.mark.parametrize(
