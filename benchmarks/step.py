@@ -41,8 +41,8 @@ from privacy.clipping import SUMS, ClippedSum  # noqa: E402
 from privacy.noise.rounded_normal import deviation_in_units  # noqa: E402
 from privacy.noise.source import SystemNoise, add_noise  # noqa: E402
 from privacy.plan.lattice import Lattice  # noqa: E402
-from privacy.step.allocator import keep_freed_memory  # noqa: E402
-from privacy.step.engine import even_layout  # noqa: E402
+from privacy.ranks.allocator import keep_freed_memory  # noqa: E402
+from privacy.ranks.engine import even_layout  # noqa: E402
 from privacy.sums.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
 from privacy.sums.totals import real_  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
@@ -183,7 +183,7 @@ def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
     """What privacy/step/step.py does between the last micro-batch and the optimizer, on one rank."""
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     layout = even_layout(shapes, 1)
-    shards = reduce_to_owners(clipped, layout)
+    shards = reduce_to_owners(clipped.accumulator, clipped.exponent, layout)
     exponent = clipped.exponent
     assert exponent is not None, "there is noise"
     for number in range(len(shards)):

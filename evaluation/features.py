@@ -29,7 +29,7 @@ from evaluation.encoder import features as features_of
 from evaluation.options import CommandOptions, FeatureOptions, ImageOptions
 from evaluation.results import DataUse, ModelFacts
 from evaluation.sources import Augmentation, Source, decoded_batches, open_source
-from privacy.step import collectives
+from privacy.ranks import collectives
 from trainer.errors import ConfigError
 from trainer.weights import open_model as opening
 from trainer.weights.open_model import OpenedModel

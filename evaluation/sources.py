@@ -35,7 +35,7 @@ from data.reading.storage import RemoteOptions
 from data.reading.workers import data_loader
 from evaluation.options import CaptionedOptions, ImageOptions, LabelledOptions
 from privacy.errors import say
-from privacy.step.collectives import first_on_main, rank
+from privacy.ranks.collectives import first_on_main, rank
 from trainer.progress import track
 
 _MOST_CLASSES = 10**9

@@ -68,9 +68,9 @@ MISTAKES = [
         "        lr = _intend(charge, step, release)\n"
         '    laps.end("intent")\n'
         "\n"
-        "    shards = reduce_to_owners(clipped, engine.layout)\n",
+        "    shards = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)\n",
         '    laps.end("intent")\n'
-        "    shards = reduce_to_owners(clipped, engine.layout)\n"
+        "    shards = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)\n"
         "    if not clipped.leaves_process:\n"
         "        lr = _intend(charge, step, release)\n",
         "tests/trainer/test_audit_mechanism.py",
@@ -119,7 +119,7 @@ MISTAKES = [
     ),
     Mistake(
         "the reduction over ranks leaves out the last one",
-        "privacy/step/collectives.py",
+        "privacy/ranks/collectives.py",
         "for row in received[1:]:",
         "for row in received[1:-1] if len(received) > 2 else received[1:]:",
         "tests/distributed/test_accumulation.py",

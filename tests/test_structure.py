@@ -203,13 +203,13 @@ NUMBERS = ("privacy.accounting.", "privacy.plan.", "privacy.errors")
 """What a plan consists of."""
 
 
-def graph_of(*packages: str) -> dict[str, set[str]]:
-    """Module -> the modules that it imports, inside of functions too."""
+def graph_of(*packages: str, with_types: bool = False) -> dict[str, set[str]]:
+    """Module -> the modules that it imports, inside of functions too; for a type checker alone only `with_types`."""
     trees = {}
     for path in python_files(*packages):
         module = relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         trees[module] = parsed(path)
-    return import_graph(trees)
+    return import_graph(trees, with_types=with_types)
 
 
 def reached_from(modules: list[str], graph: dict[str, set[str]]) -> set[str]:
@@ -228,6 +228,46 @@ def test_a_plan_knows_nothing_of_the_mechanism() -> None:
     reached = reached_from([name for name in graph if name.startswith("privacy.plan.")], graph)
     others = {name for name in reached if not name.startswith(NUMBERS)}
     assert not others, sorted(others)
+
+
+MECHANISM = (
+    "arithmetic",
+    "ranks",
+    "sampling",
+    "sums",
+    "gradients",
+    "clipping",
+    "noise",
+    "certified",
+    "step",
+)
+"""What happens to an example. The rooms that watch over it stand above."""
+ABOVE = ("guards", "run", "loop")
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if module.count(".") > 1 else ""
+
+
+def test_the_mechanism_knows_nothing_of_those_that_watch_over_it() -> None:
+    graph = graph_of("privacy", with_types=True)
+    mechanism = [module for module in graph if room_of(module) in MECHANISM]
+    assert {room_of(module) for module in mechanism} == set(MECHANISM)
+    above = {module for module in reached_from(mechanism, graph) if room_of(module) in ABOVE}
+    assert not above, sorted(above)
+
+
+def test_the_rooms_of_the_library_form_no_circle() -> None:
+    """Types that are imported for a type checker alone count too, among files and among rooms."""
+    files = graph_of("privacy", with_types=True)
+    assert import_circle(files) == []
+    rooms: dict[str, set[str]] = {}
+    for module, imported in files.items():
+        if room := room_of(module):
+            rooms.setdefault(room, set()).update(
+                other for other in map(room_of, imported) if other not in ("", room)
+            )
+    assert import_circle(rooms) == []
 
 
 def test_no_training_asks_the_planner() -> None:

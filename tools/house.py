@@ -80,28 +80,33 @@ def parse(text: str, name: str) -> ast.Module:
     return tree
 
 
-def runtime_imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names that a module imports, inside of functions too; what stands under `if TYPE_CHECKING` is free."""
+def imported_names(tree: ast.AST, *, with_types: bool = False) -> Iterator[str]:
+    """Yields dotted names that a module imports, inside of functions too.
+
+    Args:
+        with_types: also what stands under `if TYPE_CHECKING`.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in (
-            "TYPE_CHECKING",
-            "typing.TYPE_CHECKING",
+        elif (
+            not with_types
+            and isinstance(node, ast.If)
+            and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         ):
-            yield from runtime_imports(ast.Module(node.orelse, []))
+            yield from imported_names(ast.Module(node.orelse, []))
         else:
-            yield from runtime_imports(node)
+            yield from imported_names(node, with_types=with_types)
 
 
-def import_graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """Module -> the modules of the project that it imports."""
+def import_graph(trees: dict[str, ast.Module], *, with_types: bool = False) -> dict[str, set[str]]:
+    """Module -> the modules of the project that it imports; `with_types` as in `imported_names`."""
     graph: dict[str, set[str]] = {}
     for module, tree in trees.items():
         graph[module] = set()
-        for name in runtime_imports(tree):
+        for name in imported_names(tree, with_types=with_types):
             while name and name not in trees:
                 name = name.rpartition(".")[0]
             if name and name != module:

@@ -52,7 +52,7 @@ API = {
     ),
     "step": (
         "One step",
-        "privacy.step.step privacy.step.engine privacy.checkpoints.read privacy.checkpoints.write",
+        "privacy.step.step privacy.ranks.engine privacy.checkpoints.read privacy.checkpoints.write",
     ),
     "recipe": (
         "Recipe and machine",

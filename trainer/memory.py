@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from privacy.step.allocator import give_back_freed_memory
+from privacy.ranks.allocator import give_back_freed_memory
 
 USABLE = 0.8
 """This part of the available memory is used; the rest is for scratch memory inside of operations and for fragmentation."""

@@ -13,8 +13,8 @@ from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint, require_recorded
 from privacy.errors import NotRecorded, printable
+from privacy.files.durable import replace_file
 from privacy.files.public import open_public, read_public, survey, without_folders
-from privacy.ledger.durable import replace_file
 from trainer.errors import ConfigError
 from trainer.weights import new_folder
 

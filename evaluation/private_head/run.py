@@ -29,10 +29,10 @@ from privacy import verify
 from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, placed, say
+from privacy.files.durable import make_directory, require_apart
 from privacy.files.toml_text import toml_value
 from privacy.guards.premises import NoisedSum, require_noised
 from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
-from privacy.ledger.durable import make_directory, require_apart
 from privacy.ledger.members import (
     FILE,
     MarkedLedger,

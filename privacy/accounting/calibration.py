@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..errors import PrivacyConfigError
-from ..plan.limits import MAX_NOISE_MULTIPLIER
 from . import accountants
 from .accountants import ReleaseGroup, effective_noise_multiplier, epsilon, epsilon_pld, epsilon_rdp
 
+MAX_NOISE_MULTIPLIER = 1e4
+"""Above it the loss of one step is finer than the grids of the accountants."""
 MIN_NOISE_MULTIPLIER = 0.3
 TOLERANCE = 1e-3
 # Sigma is rounded up to this many decimals, so that the printed value is the one that runs; at the DP-Cap point that

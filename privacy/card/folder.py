@@ -15,9 +15,9 @@ from pydantic_core import from_json
 
 from .. import verify
 from ..errors import ConfigError, PrivacyConfigError, PrivacyStateRefused, refusing
+from ..files.durable import replace_file
 from ..files.public import PUBLIC_FILES, read_public, require_ledger, survey
 from ..files.toml_text import parse_toml
-from ..ledger.durable import replace_file
 from ..ledger.shared import SharedLedger
 from .model import (
     STATEMENTS,

@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ConfigError, NotRecorded, say
-from ..ledger import durable
+from ..files import durable
 from ..ledger.records import LedgerState
-from ..step import collectives
-from ..step.engine import Engine, Piece
+from ..ranks import collectives
+from ..ranks.engine import Engine, Piece
 
 FORMAT = 1
 MANIFEST = "manifest.json"

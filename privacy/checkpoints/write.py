@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 from ..errors import RemoteError, WeightsNotFinite
-from ..ledger import durable
-from ..step import collectives
-from ..step.engine import Engine, ShardState
+from ..files import durable
+from ..ranks import collectives
+from ..ranks.engine import Engine, ShardState
 from .read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ..errors import PrivacyConfigError
+from ..ranks.fsdp import is_dtensor, kind_of
 from .fallback import Claim, Uncovered, plan_of
 from .raw_parameters import is_copied, is_table
 from .rules import RULES, register_lazily
-from .sharded import is_dtensor, kind_of
 
 SAME = {
     "__init__",

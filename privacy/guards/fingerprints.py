@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from ..step.row_shards import own_rows
+from ..ranks.row_shards import own_rows
 
 WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 PIECE = {"cpu": 1 << 15, "cuda": 1 << 22}

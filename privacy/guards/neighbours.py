@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
 from ..gradients.recorder import Task
-from ..step import collectives
-from ..step.engine import Engine, to_device
+from ..ranks import collectives
+from ..ranks.engine import Engine, to_device
 from ..sums.grid import EXAMPLES_PER_PART
 
 Inputs = dict[str, Tensor]

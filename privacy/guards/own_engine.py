@@ -17,12 +17,12 @@ from torch.optim import optimizer as of_torch
 
 from ..errors import PrivacyConfigError
 from ..gradients.module_state import writes_to
-from ..gradients.sharded import is_dtensor, is_unit, put_away, switch_reduction, units
-from ..step import collectives
-from ..step.engine import GradShard, Piece
+from ..ranks import collectives
+from ..ranks.engine import GradShard, Piece
+from ..ranks.fsdp import is_dtensor, is_unit, put_away, switch_reduction, units
+from ..ranks.row_shards import own_rows
 from ..step.optimizer_state import leaves_of, probe, settings
 from ..step.own_engine import OwnEngine
-from ..step.row_shards import own_rows
 from .fingerprints import fingerprint, fixed_tensors, is_strided, overlaps, require_comparable
 
 WRAPPERS = (

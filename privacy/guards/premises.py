@@ -39,8 +39,8 @@ from ..errors import PrivacyConfigError
 from ..noise.rounded_normal import deviation_in_units
 from ..plan.limits import MOST_DEVIATION
 from ..plan.releases import SENSITIVITY_SLACK, Release
+from ..ranks import collectives
 from ..sampling.poisson import PoissonSampler
-from ..step import collectives
 from ..step.batches import most_micro_batches
 from ..sums.grid import LARGEST_INT64, LARGEST_SPLIT, Unit
 from ..sums.totals import Slot
@@ -48,7 +48,7 @@ from ..sums.totals import Slot
 if TYPE_CHECKING:
     from ..clipping import ClippedSum
     from ..plan.numbers import PrivacyPlan
-    from ..step.engine import Engine
+    from ..ranks.engine import Engine
     from ..step.step import Mechanism
 
 ROUNDED_TWICE = 1 + Fraction(1, 2**50)

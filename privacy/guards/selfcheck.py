@@ -49,7 +49,7 @@ from ..gradients.coverage import rule_of
 from ..gradients.fallback import Fallback, Places, Uncovered, places_of, plan_of
 from ..gradients.raw_parameters import layouts
 from ..gradients.recorder import Task, plain_words
-from ..gradients.sharded import put_away, whole
+from ..ranks.fsdp import put_away, whole
 from ..sums.grid import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
 from .conditions import NO_IDS, require_padding, require_unconditional, returning, tables_of
 from .holders import require_nothing_gathered, untouched

@@ -23,7 +23,7 @@ from ..errors import PrivacyConfigError
 from ..gradients.fallback import plan_of
 from ..gradients.module_state import MODULE_ATTRIBUTES, modules_of
 from ..gradients.recorder import Task
-from ..gradients.sharded import is_of_fsdp, put_away, whole
+from ..ranks.fsdp import is_of_fsdp, put_away, whole
 from .holders import untouched
 from .neighbours import Inputs, nothing_is_small, require_apart
 

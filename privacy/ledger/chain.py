@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from ..errors import PrivacyStateRefused, refusing
-from . import durable
-from .durable import publish_new
+from ..files import durable
+from ..files.durable import publish_new
 
 TORN_MARK = b" #torn"
 NOT_MENDED = "it is not mended yet"

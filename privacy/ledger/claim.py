@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..accounting.accountants import ReleaseGroup, claimed_epsilon
 from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
-from . import durable
+from ..files import durable
 from .chain import TORN_MARK, hash_line
 from .records import LedgerState, read_state
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import refusing
+from ..files import durable
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids
-from . import durable
 from .records import LedgerState
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from ..accounting.accountants import accountant_version
 from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
+from ..files import durable
 from ..plan.numbers import PrivacyPlan, require_equal, with_constant_bound
 from ..sampling.keys import SamplingKey
-from . import durable
 from .ledger import PROGRAM_START, Ledger
 from .members import not_in_ledger, not_recorded, read_lines
 from .records import read_ledger

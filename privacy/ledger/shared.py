@@ -20,9 +20,9 @@ from typing import Any, Literal, Self
 
 from ..accounting.rounding import rounded_up
 from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, refusing
+from ..files.durable import require_apart
 from ..plan.numbers import ADJACENCY, PrivacyPlan
 from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
-from .durable import require_apart
 from .ledger import PROGRAM_START, Ledger
 from .records import LedgerState
 from .shared_records import FORMAT, UNIT, Reservation, SharedState

@@ -31,8 +31,8 @@ from ..gradients.fallback import Fallback
 from ..guards.own_engine import require_alike, require_model
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
+from ..ranks import collectives
 from ..run.run import Finished, Run, Step, open_run
-from ..step import collectives
 from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, shown

@@ -17,25 +17,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..errors import ConfigError, PrivacyConfigError
+from ..files.durable import require_apart
 from ..files.toml_text import written
 from ..gradients.coverage import claims
 from ..gradients.fallback import Fallback, Uncovered, plan_of
 from ..gradients.recorder import Task
-from ..gradients.sharded import full, is_dtensor, kind_of, put_away
 from ..guards.fingerprints import fixed_tensors, in_order, overlaps
 from ..guards.neighbours import require_neighbours_apart
 from ..guards.own_engine import WatchedEngine, require_alike
 from ..guards.selfcheck import check_against_autograd, check_at_size
 from ..guards.unchanged import SelfChecked
-from ..ledger.durable import require_apart
 from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
+from ..ranks import collectives
+from ..ranks.engine import to_device
+from ..ranks.fsdp import full, is_dtensor, kind_of, put_away
 from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.mechanism import mechanism_of
 from ..run.run import Parts, Stored
-from ..step import collectives
 from ..step.averaging import WeightAverage
-from ..step.engine import to_device
 from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, settings, shown
 from . import lineage

@@ -5,8 +5,6 @@ from typing import Any
 
 MAX_COUNT = 10**12
 """More examples, steps and attempts than any data set or run has."""
-MAX_NOISE_MULTIPLIER = 1e4
-"""Above it the loss of one step is finer than the grids of the accountants."""
 SMALLEST_BOUND, LARGEST_BOUND = 1e-12, 1e12
 """C lies between these: squares of norms about C, and of the many small entries that they are made of, are ordinary numbers in
 single precision. (Below 1e-20 they underflow, and contributions of several C pass unclipped.)"""

@@ -20,12 +20,17 @@ from ..accounting.accountants import (
     epsilon,
     epsilon_rdp,
 )
-from ..accounting.calibration import MIN_NOISE_MULTIPLIER, Progress, calibrate_noise_multiplier
+from ..accounting.calibration import (
+    MAX_NOISE_MULTIPLIER,
+    MIN_NOISE_MULTIPLIER,
+    Progress,
+    calibrate_noise_multiplier,
+)
 from ..accounting.group_privacy import tail_of_doubles
 from ..accounting.rounding import rounded_up, useless_delta
 from ..errors import PrivacyConfigError
 from .lattice import Lattice
-from .limits import MAX_COUNT, MAX_EPSILON, MAX_NOISE_MULTIPLIER
+from .limits import MAX_COUNT, MAX_EPSILON
 from .options import Arithmetic, Option, options_of, require_compatible
 from .request import PlanChoices, PlanRequest, require_types
 

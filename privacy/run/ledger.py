@@ -13,8 +13,8 @@ from ..ledger.run_state import SharedTerms, open_run_state
 from ..plan.numbers import PrivacyPlan, make_plan
 from ..plan.releases import Release
 from ..plan.request import PlanRequest
+from ..ranks import collectives
 from ..sampling.keys import SamplingKey
-from ..step import collectives
 from ..step.batches import StepBatch
 from ..step.folder import RunFolder, environment
 

@@ -13,9 +13,9 @@ from ..clipping.clipped_sum import Mode
 from ..gradients.recorder import Task
 from ..noise.source import NoiseSource, SystemNoise
 from ..plan.numbers import PrivacyPlan
+from ..ranks.engine import Engine
 from ..sampling.sampler import sampler_of
 from ..step.batches import most_rows
-from ..step.engine import Engine
 from ..step.step import Mechanism
 from ..sums.local import LocalSums, MakeAccumulator
 

@@ -32,9 +32,9 @@ from ..errors import (
 from ..guards.premises import require_premises
 from ..ledger.ledger import Ledger
 from ..plan.numbers import PrivacyPlan
-from ..step import clock, collectives
+from ..ranks import clock, collectives
+from ..ranks.engine import ShardState
 from ..step.batches import LogicalBatches, StepBatch
-from ..step.engine import ShardState
 from ..step.folder import RunFolder
 from ..step.step import Charge, Mechanism, MicroBatch, StepRecord, train_step
 from .ledger import Opening, RunLedger
@@ -112,7 +112,7 @@ class Step:
     Attributes:
         batch: what this rank reads.
         micro_batches: the rows of `batch`; `Run.take` reads them.
-        began: when its turn began, before anything was read for it (privacy/step/clock.py).
+        began: when its turn began, before anything was read for it (privacy/ranks/clock.py).
         state: how far it has come; a step that stays "begun" has failed.
     """
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import PrivacyStateRefused, refusing
-from ..ledger import durable
+from ..files import durable
 
 KEY_BYTES = 32
 NONCE_BYTES = 16

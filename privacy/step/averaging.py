@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..checkpoints.read import AVERAGE, Checkpoint
 from ..errors import PrivacyConfigError
-from . import collectives
-from .engine import Engine, Piece, ShardState, holds_whole_weights
+from ..ranks import collectives
+from ..ranks.engine import Engine, Piece, ShardState, holds_whole_weights
 
 
 def decay_at(step: int, decay: float) -> float:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..ranks import collectives
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids, Sampler, example_keys, slice_bounds
 from ..sampling.rows import deal, most_of_share, shares_of_nodes
-from . import collectives
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import verify
 from ..errors import ConfigError, PrivacyStateRefused, placed
-from ..ledger.durable import make_directory, replace_file
+from ..files.durable import make_directory, replace_file
 from ..ledger.members import FILE
 
 PACKAGES = (

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, PrivacyConfigError
-from ..gradients.sharded import is_dtensor, put_away, switch_reduction
+from ..ranks import collectives
+from ..ranks.engine import GradShard, Piece, ShardState, even_layout
+from ..ranks.fsdp import is_dtensor, put_away, switch_reduction
+from ..ranks.row_shards import RowShards, in_shards, own_part, set_own_part
 from ..sums.reduction import gather_from_owners
-from . import collectives
-from .engine import GradShard, Piece, ShardState, even_layout
 from .optimizer_state import clear_gradients, probe, rate_of, strided_as
-from .row_shards import RowShards, in_shards, own_part, set_own_part
 
 OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers that are no tensors of a parameter's shape, such as step counts."""
 
 
 class OwnEngine:
-    """See `privacy.step.engine.Engine`.
+    """See `privacy.ranks.engine.Engine`.
 
     Args:
         sets_rate: the step's learning rate goes into all groups of the optimizer; else they keep what the caller has put there.

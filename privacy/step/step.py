@@ -20,11 +20,11 @@ from ..noise.rounded_normal import deviation_in_units
 from ..noise.source import NoiseSource, add_noise
 from ..plan.numbers import PrivacyPlan
 from ..plan.releases import Release
+from ..ranks import clock, collectives
+from ..ranks.engine import Engine, GradShard, to_device
 from ..sampling.poisson import Sampler
 from ..sums.reduction import reduce_to_owners
 from ..sums.totals import real_
-from . import clock, collectives
-from .engine import Engine, GradShard, to_device
 
 
 class StepLedger(Protocol):
@@ -132,7 +132,7 @@ def train_step(
         lr = _intend(charge, step, release)
     laps.end("intent")
 
-    shards = reduce_to_owners(clipped, engine.layout)
+    shards = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
     laps.end("reduction")
     collectives.require_sound(engine.device)  # no noise hides what is incomplete
     for number in range(len(shards)):  # by number: what a loop variable holds is not freed

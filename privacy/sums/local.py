@@ -10,7 +10,7 @@ from .grid import SHORT, Grid, Unit
 from .totals import Slot, Total, add_together, real
 
 BLOCK_COORDINATES = 1 << 23
-"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/step/allocator.py)."""
+"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/ranks/allocator.py)."""
 
 
 class Accumulator:

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..clipping import ClippedSum
 from ..errors import PrivacyStateRefused
-from ..step import collectives
-from ..step.allocator import give_back_freed_memory
-from ..step.engine import GradShard, ShardLayout, parts_within
-from .local import LocalSums
+from ..ranks import collectives
+from ..ranks.allocator import give_back_freed_memory
+from ..ranks.engine import GradShard, ShardLayout, parts_within
+from .local import Accumulator, LocalSums
 from .sharded import ShardedSums
 from .totals import Total
 
@@ -25,15 +24,16 @@ PACKED_COORDINATES = 1 << 24
 """Size of the packing buffer over all ranks: 128 MiB."""
 
 
-def reduce_to_owners(clipped: ClippedSum, layout: ShardLayout) -> list[GradShard]:
-    """This rank's shards of the sums over all ranks, in its layout's order: int64 in units of 2^-`clipped.exponent`.
+def reduce_to_owners(
+    sums: Accumulator, exponent: int | None, layout: ShardLayout
+) -> list[GradShard]:
+    """Returns this rank's shards of the sums over all ranks, in its layout's order: int64 in units of 2^-exponent.
 
-    Where there is no noise, and so no step, they are fp64. The sums are no longer in `clipped` afterwards. Collective.
+    Where there is no noise, and so no step, they are fp64. The sums are gone afterwards. Collective.
     """
-    clipped.require_repeated()
-    sums, exponent = clipped.accumulator, float(clipped.exponent or 0)
+    stated = float(exponent or 0)
     first, second = collectives.all_reduce_sum(
-        torch.tensor([exponent, exponent**2], dtype=torch.float64)
+        torch.tensor([stated, stated**2], dtype=torch.float64)
     ).tolist()
     if (
         first**2 != second * collectives.world_size()

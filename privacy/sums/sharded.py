@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..step import collectives
-from ..step.engine import GradShard, Piece, ShardLayout, runs, split
+from ..ranks import collectives
+from ..ranks.engine import GradShard, Piece, ShardLayout, runs, split
 from .grid import Grid, Unit
 from .local import Accumulator
 from .totals import Slot, Total

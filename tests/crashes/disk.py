@@ -1,4 +1,4 @@
-"""A disk that forgets: records what the file layer (privacy/ledger/durable.py) does, and lists what a power cut may leave.
+"""A disk that forgets: records what the file layer (privacy/files/durable.py) does, and lists what a power cut may leave.
 
 The real code runs on real files, so that it reads what it wrote; each system call that changes something is recorded as well.
 From the record follow the legal states of the disk (POSIX, as ALICE, OSDI 2014, and SQLite's crash tests read it):
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from privacy.ledger import durable
+from privacy.files import durable
 
 MOST = 4096
 """States of the disk at one crash point that are taken one by one."""

@@ -24,7 +24,8 @@ import privacy.checkpoints.write
 import privacy.ledger.shared_records
 from privacy.checkpoints.read import Checkpoint, has_checkpoints, set_aside_newer
 from privacy.checkpoints.write import CheckpointWriter, Retention
-from privacy.ledger import chain, durable, records, shared
+from privacy.files import durable
+from privacy.ledger import chain, records, shared
 from privacy.ledger.chain import ChainState
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
@@ -32,10 +33,10 @@ from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
+from privacy.ranks.engine import Piece, ShardState
 from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
 from privacy.step.batches import StepBatch
-from privacy.step.engine import Piece, ShardState
 from privacy.step.folder import RunFolder
 
 STEPS = 3

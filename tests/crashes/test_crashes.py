@@ -10,7 +10,7 @@ import pytest
 
 import privacy.checkpoints.write
 import privacy.ledger.run_state
-from privacy.ledger import durable
+from privacy.files import durable
 from privacy.ledger.chain import AppendOnly, ChainFile
 from privacy.ledger.shared import Membership, SharedLedger
 from privacy.run.ledger import RunLedger

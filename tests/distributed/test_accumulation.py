@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from privacy.clipping import SUMS
 from privacy.noise.source import SystemNoise
-from privacy.step import collectives
-from privacy.step.engine import Piece, ShardLayout, even_layout
+from privacy.ranks import collectives
+from privacy.ranks.engine import Piece, ShardLayout, even_layout
 from privacy.step.step import train_step
 from privacy.sums.grid import Grid
 from privacy.sums.local import LocalSums

@@ -16,8 +16,8 @@ from privacy.noise.rounded_normal import deviation_in_units
 from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
+from privacy.ranks import collectives
 from privacy.run.mechanism import clipper_of
-from privacy.step import collectives
 from privacy.step.step import train_step
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
@@ -88,7 +88,7 @@ def rank_sums(device: torch.device, cases: list[tuple[str, int]], seed: int) -> 
                 clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
             found[case, i] = {
                 (s.name, s.offset): s.values.clone()
-                for s in reduce_to_owners(clipped, engine.layout)
+                for s in reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
             }
             clipped.detach()
     return found
@@ -152,7 +152,10 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
         clipped = clipper_of(plan, engine.module, shapes=engine.shapes)
         for batch in dealt(list(range(NUM_EXAMPLES))):
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-        sums = [s.values.clone() for s in reduce_to_owners(clipped, engine.layout)]
+        sums = [
+            s.values.clone()
+            for s in reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
+        ]
         arrived: list[Tensor] = []
         step = engine.step
 

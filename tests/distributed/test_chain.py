@@ -10,8 +10,8 @@ from torch import Tensor
 from privacy.checkpoints.read import newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
 from privacy.clipping import ClippedSum
-from privacy.step import collectives
-from privacy.step.engine import Engine
+from privacy.ranks import collectives
+from privacy.ranks.engine import Engine
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (

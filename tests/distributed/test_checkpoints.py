@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from privacy.checkpoints.read import AVERAGE, Checkpoint, newest_whole
 from privacy.checkpoints.write import CheckpointWriter, Retention
-from privacy.step import collectives as distributed
+from privacy.ranks import collectives as distributed
+from privacy.ranks.engine import Engine, GradShard
 from privacy.step.averaging import WeightAverage
-from privacy.step.engine import Engine, GradShard
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.trainer import test_optimizers as whole
 from trainer.config.machine import load_machine_settings

@@ -24,9 +24,9 @@ from privacy.clipping import ClippedSum
 from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
+from privacy.ranks import collectives as distributed
+from privacy.ranks.engine import Engine
 from privacy.sampling.sampler import sampler_of
-from privacy.step import collectives as distributed
-from privacy.step.engine import Engine
 from privacy.step.step import Charge, Mechanism, train_step
 from privacy.sums.reduction import reduce_to_owners
 from privacy.sums.totals import real
@@ -193,7 +193,7 @@ def rank_clipped_sums(
         clipped = ClippedSum(engine.module, c, shapes=engine.shapes)
         for batch in micro_batches(pairs(), case[1]):
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
-        shards = reduce_to_owners(clipped, engine.layout)
+        shards = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
         found[case] = {f"{s.name}|{s.offset}": real(s.values, clipped.exponent) for s in shards}
     return found
 

@@ -45,7 +45,7 @@ AT_ITS_END = {
         "copy to the GPU",
         "privacy/noise/source.py:SystemNoise.rounded_normal",
     ),  # exact noise, drawn on the CPU
-    ("step", "wait", "synchronize", "privacy/step/clock.py:Laps.end"),
+    ("step", "wait", "synchronize", "privacy/ranks/clock.py:Laps.end"),
     ("step", "wait", "_local_scalar_dense", "privacy/step/step.py:_norm"),
     ("step", "wait", "copy to the CPU", "privacy/step/step.py:_record.<locals>.<listcomp>"),
 }
@@ -67,7 +67,7 @@ ENGINES = {
         ("step", "wait", "synchronize", "trainer/engines/fairscale.py:FairscaleEngine.step")
     },
     # the step is taken on the CPU where the weights are
-    "fsdp": {("step", "wait", "copy to the CPU", "privacy/step/row_shards.py:RowShards.exchange")},
+    "fsdp": {("step", "wait", "copy to the CPU", "privacy/ranks/row_shards.py:RowShards.exchange")},
 }
 """What the step of an engine waits for besides."""
 

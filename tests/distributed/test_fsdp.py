@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from privacy.clipping import ClippedSum
 from privacy.noise.source import SystemNoise
-from privacy.step import collectives
-from privacy.step.engine import Engine, Piece
+from privacy.ranks import collectives
+from privacy.ranks.engine import Engine, Piece
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_accumulation import Collectives

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from models.captioner import build_captioner
 from models.config import captioner_config
 from privacy.clipping import SUMS
-from privacy.step import collectives
+from privacy.ranks import collectives
 from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (

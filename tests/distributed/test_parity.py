@@ -16,8 +16,8 @@ from torch import Tensor
 
 from data.batch import Batch
 from privacy.clipping import SUMS, ClippedSum
-from privacy.step import collectives as distributed
-from privacy.step.engine import Engine, Piece, ShardLayout
+from privacy.ranks import collectives as distributed
+from privacy.ranks.engine import Engine, Piece, ShardLayout
 from privacy.step.step import train_step
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
@@ -320,7 +320,7 @@ def _bf16_sums(
         for batch in batches:
             _add(engine, clipped, batch)
         squared_error, squared = 0.0, 0.0
-        for shard in reduce_to_owners(clipped, engine.layout):
+        for shard in reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout):
             part = exact[shard.name][shard.offset : shard.offset + shard.values.numel()]
             squared_error += float((real(shard.values, clipped.exponent) - part).square().sum())
             squared += float(part.square().sum())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum
-from privacy.step import collectives
-from privacy.step.engine import split
+from privacy.ranks import collectives
+from privacy.ranks.engine import split
 from privacy.sums.grid import Grid
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
@@ -66,7 +66,7 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     collectives.traffic.reset()
     zeros = torch.zeros(engine.layout.count(collectives.rank()), dtype=torch.float64)
     with MemoryTimeline() as timeline:
-        reduced = reduce_to_owners(clipped, engine.layout)
+        reduced = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
         reduced = [
             shard._replace(values=real_(shard.values, clipped.exponent)) for shard in reduced
         ]

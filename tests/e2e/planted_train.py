@@ -38,7 +38,8 @@ import torch  # noqa: E402
 from launch_scripts import train  # noqa: E402
 from privacy.checkpoints import write as checkpoint_writer  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
-from privacy.ledger import chain, durable  # noqa: E402
+from privacy.files import durable  # noqa: E402
+from privacy.ledger import chain  # noqa: E402
 from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
 from privacy.ledger.members import MarkedLedger  # noqa: E402
@@ -159,7 +160,7 @@ def fail(point: str, rank: int = 0, when: int = 0, seconds: float = 0) -> None:
     distributed.Timing = timing  # type: ignore[misc,assignment]
     heartbeat.LINGER = 1.0
     steps = [0]
-    before(loop, "train_step", lambda mechanism, step, batches: steps.append(step))
+    before(loop, "train_step", lambda mechanism, charge, step, batches: steps.append(step))
 
     def then(happens: Callable[[], object]) -> Callable[..., None]:
         def in_its_step(*_: Any) -> None:

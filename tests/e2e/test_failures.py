@@ -177,5 +177,7 @@ def test_a_collective_that_one_rank_never_joins(
         rf"error: no rank has moved for \d+ s {'in step 2' if step else 'before the first step'} \(",
         said,
     ), said
-    assert re.search(r"rank 0 \(host \S+\) in \w+ \(privacy/step/collectives\.py:\d+\)", said), said
+    assert re.search(r"rank 0 \(host \S+\) in \w+ \(privacy/ranks/collectives\.py:\d+\)", said), (
+        said
+    )
     assert count(run_dir, "done") == max(0, step - 1), "the step is neither charged nor taken"

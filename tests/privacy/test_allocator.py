@@ -10,7 +10,7 @@ from tests.processes import ROOT, quiet_environment, run_python
 
 COUNT = """
 import ctypes, json, resource
-from privacy.step.allocator import give_back_freed_memory, keep_freed_memory
+from privacy.ranks.allocator import give_back_freed_memory, keep_freed_memory
 
 C = ctypes.CDLL(None)
 C.malloc.restype = ctypes.c_void_p

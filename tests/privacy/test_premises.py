@@ -29,10 +29,10 @@ from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK, Release
 from privacy.plan.request import PlanRequest
+from privacy.ranks.engine import Piece, ShardLayout, even_layout
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
 from privacy.step.batches import most_rows
-from privacy.step.engine import Piece, ShardLayout, even_layout
 from privacy.step.step import Mechanism
 from privacy.sums.grid import Grid, Unit
 from privacy.sums.totals import Slot

@@ -23,9 +23,9 @@ from privacy.noise.rounded_normal import deviation_in_units
 from privacy.plan.limits import MOST_DEVIATION
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
+from privacy.ranks.engine import even_layout
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
-from privacy.step.engine import even_layout
 from privacy.step.step import Charge, Mechanism, train_step
 from privacy.sums.grid import LARGEST_INT64, Grid
 from privacy.sums.local import LocalSums

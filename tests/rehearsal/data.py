@@ -19,9 +19,9 @@ from data.index.tar_index import ExampleTable, write_manifest
 from data.reading.records import ShardEntry
 from privacy.audit.second_sampler import Attempt, SecondSampler
 from privacy.plan.numbers import usual_cap
+from privacy.ranks import collectives
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, slice_bounds
-from privacy.step import collectives
 from privacy.step.batches import LogicalBatches, StepBatch
 from tests.rehearsal.part import GIB, ROOT, Part, lap, peak_bytes
 

@@ -34,13 +34,13 @@ from privacy.clipping import ClippedSum
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.members import MarkedLedger, MembersRecord, read_lines
 from privacy.plan.numbers import make_plan
+from privacy.ranks import collectives
+from privacy.ranks.engine import ShardLayout
 from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
 from privacy.sampling.sampler import sampler_of
-from privacy.step import collectives
 from privacy.step.batches import LogicalBatches, StepBatch, most_micro_batches
-from privacy.step.engine import ShardLayout
 from privacy.sums import reduction
 from privacy.sums.grid import SHORT, Grid
 from privacy.sums.local import LocalSums
@@ -245,7 +245,7 @@ def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
     on_numbers = patch.object(torch, "zeros", Rows), patch.object(Total, "read", read_one)
     trimming = patch.object(reduction, "give_back_freed_memory")  # which GPUs do not need
     with standing_in, on_numbers[0], on_numbers[1], trimming, lap(measured, "reduce"):
-        shards = reduce_to_owners(clipped, layout)
+        shards = reduce_to_owners(clipped.accumulator, clipped.exponent, layout)
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(0))
     assert not sums._totals, "a sum was not sent whole"
     return measured | {

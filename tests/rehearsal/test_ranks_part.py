@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from privacy.step.engine import ShardLayout
+from privacy.ranks.engine import ShardLayout
 from tests.rehearsal import ranks
 from tests.rehearsal.part import Part
 from tests.rehearsal.ranks import Fleet, gloo_group, open_files, reduce, step_seconds

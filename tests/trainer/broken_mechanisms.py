@@ -23,9 +23,9 @@ from privacy.ledger.chain import AppendOnly
 from privacy.ledger.records import LedgerState
 from privacy.noise.rounded_normal import deviation_in_units
 from privacy.noise.source import NoiseSource, SystemNoise, add_noise
+from privacy.ranks import collectives
 from privacy.run import run
 from privacy.run.ledger import RunLedger
-from privacy.step import collectives
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
 from privacy.step.own_engine import OwnEngine
@@ -107,19 +107,15 @@ def nothing(*_: Any, **__: Any) -> None:
     "draws_reach_the_weights",
     at=(run, "train_step"),
 )
-def the_divisor_is_the_realised_batch(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
+def the_divisor_is_the_realised_batch(
+    step: Any, made: Any, charge: Any, number: int, micro_batches: Any
+) -> Any:
     """Counted in every second row: by chance the whole realised batch is near the public one."""
     kept = list(micro_batches)
     mine = torch.tensor(float(sum(int((~batch.is_padding_B[::2]).sum()) for batch in kept)))
     realised = int(collectives.all_reduce_sum(mine))
-    public, made.plan = (
-        made.plan,
-        dataclasses.replace(made.plan, expected_batch_size=max(1, realised)),
-    )
-    try:
-        return step(made, number, iter(kept))
-    finally:
-        made.plan = public
+    plan = dataclasses.replace(made.plan, expected_batch_size=max(1, realised))
+    return step(dataclasses.replace(made, plan=plan), charge, number, iter(kept))
 
 
 @mistake(
@@ -130,19 +126,21 @@ def the_divisor_is_the_realised_batch(step: Any, made: Any, number: int, micro_b
     setting="several ranks",
     owners=((loop, "add_noise"), nothing),
 )
-def every_rank_adds_the_whole_noise(step: Any, made: Any, number: int, micro_batches: Any) -> Any:
+def every_rank_adds_the_whole_noise(
+    step: Any, made: Any, charge: Any, number: int, micro_batches: Any
+) -> Any:
     """To its own part of the sum, before the reduction."""
 
-    def reduce(clipped: Any, layout: Any) -> Any:
+    def reduce(sums: Any, exponent: Any, layout: Any) -> Any:
         deviation = deviation_in_units(
-            made.plan.noise_multiplier * made.plan.max_grad_norm, clipped.exponent
+            made.plan.noise_multiplier * made.plan.max_grad_norm, exponent
         )
-        for total in clipped.accumulator._totals.values():
+        for total in sums._totals.values():
             total.low += made.noise.rounded_normal(deviation, total.low.numel(), total.low.device)
-        return reduction.reduce_to_owners(clipped, layout)
+        return reduction.reduce_to_owners(sums, exponent, layout)
 
     with mock.patch.object(loop, "reduce_to_owners", reduce):
-        return step(made, number, micro_batches)
+        return step(made, charge, number, micro_batches)
 
 
 @mistake(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from privacy.plan.numbers import usual_cap
+from privacy.ranks import collectives
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import PoissonSampler, example_keys
-from privacy.step import collectives
 from privacy.step.batches import LogicalBatches, StepBatch
 
 NUM_EXAMPLES = 503

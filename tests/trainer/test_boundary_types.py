@@ -54,7 +54,7 @@ READS_A_CLOCK = {
     "privacy/ledger/ledger.py": "the start of the program, before it reads data",
     "privacy/ledger/shared.py": "the creation of a data owner's ledger, before any run",
     "trainer/audit/sandbox.py": "the order of fsyncs and releases in the sandbox of an audit, which keeps no time",
-    "privacy/step/clock.py": "private by type",
+    "privacy/ranks/clock.py": "private by type",
     "trainer/loop/metrics.py": "lines in private/",
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
     "trainer/loop/stopping.py": "deadlines",
@@ -206,6 +206,6 @@ def test_clocks_are_read_where_it_is_known_why() -> None:
         ]
         if any(
             ast.unparse(node.value) != "clock" for node in read
-        ):  # privacy/step/clock.py, private by type
+        ):  # privacy/ranks/clock.py, private by type
             found.add(relative(path))
     assert found == set(READS_A_CLOCK)

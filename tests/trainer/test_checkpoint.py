@@ -24,8 +24,8 @@ from privacy.checkpoints.read import (
 )
 from privacy.checkpoints.write import CheckpointWriteError, CheckpointWriter, Retention
 from privacy.errors import WeightsNotFinite
+from privacy.ranks.engine import GradShard, Piece, even_layout
 from privacy.step.averaging import WeightAverage, decay_at
-from privacy.step.engine import GradShard, Piece, even_layout
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import OptimizerSection
 from trainer.engines.local import LocalEngine

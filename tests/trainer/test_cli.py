@@ -20,7 +20,7 @@ from data.files import write_durably
 from evaluation.results import Results, publish
 from privacy.boundary import Public, Reason
 from privacy.errors import PrivacyStateRefused, say
-from privacy.ledger import durable
+from privacy.files import durable
 from tests.processes import ROOT
 from trainer.config.cli import Parser, require_open_files, run_command
 from trainer.errors import ConfigError, RemoteError, in_one_line

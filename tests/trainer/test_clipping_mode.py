@@ -9,7 +9,7 @@ import torch
 
 from privacy.clipping.clipped_sum import ClippedSum, Mode
 from privacy.plan.numbers import make_plan
-from privacy.step import collectives
+from privacy.ranks import collectives
 from tests.trainer.conftest import ROOT
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config

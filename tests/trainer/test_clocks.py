@@ -65,10 +65,10 @@ def whole_run(tmp_path: Path, name: str, device: torch.device, *overrides: str) 
         patched.setattr(secrets, "token_bytes", fixed_coins())
         take_step = loop.train_step
 
-        def stopping(mechanism: Any, step: int, batches: Iterator[Any]) -> Any:
+        def stopping(mechanism: Any, charge: Any, step: int, batches: Iterator[Any]) -> Any:
             if step == STOPPED_AT:
                 RunFolder(run).stop.touch()
-            return take_step(mechanism, step, batches)
+            return take_step(mechanism, charge, step, batches)
 
         patched.setattr(loop, "train_step", stopping)
         assert start(run, device, *overrides) == 7

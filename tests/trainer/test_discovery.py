@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from privacy.step import collectives
+from privacy.ranks import collectives
 from trainer.errors import ConfigError
 from trainer.ranks import discovery
 from trainer.ranks.discovery import (

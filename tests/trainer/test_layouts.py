@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from privacy.step.engine import Piece, ShardLayout
-from privacy.step.row_shards import row_shard
+from privacy.ranks.engine import Piece, ShardLayout
+from privacy.ranks.row_shards import row_shard
 from trainer.config.machine import MachineSettings, load_machine_settings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.layouts import layout_of, require_dealt

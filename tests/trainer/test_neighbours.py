@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from privacy.errors import PrivacyConfigError
 from privacy.guards.neighbours import require_neighbours_apart
-from privacy.step import collectives
+from privacy.ranks import collectives
 
 
 class Mixing(nn.Module):

@@ -79,7 +79,7 @@ def test_another_recipe_and_other_code(tmp_path: Path) -> None:
 
 def rank_meets(device: object, folders: list[str], seconds: float) -> list[str]:
     """Run by `run_ranks`: what each rank is told about its run folder."""
-    from privacy.step import collectives
+    from privacy.ranks import collectives
 
     said = []
     rank = collectives.rank()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from privacy.ledger import durable
+from privacy.files import durable
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import make_plan

@@ -35,8 +35,8 @@ from privacy.audit.report import AuditReport, Check, fact, random_check, undecid
 from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import require_recorded
 from privacy.errors import refusing
+from privacy.files.durable import write_new
 from privacy.ledger.claim import claim_of
-from privacy.ledger.durable import write_new
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError

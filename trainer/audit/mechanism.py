@@ -18,7 +18,7 @@ from data.index.tar_writer import write_shard
 from privacy.audit.report import AuditReport
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.request import PlanRequest
-from privacy.step import collectives
+from privacy.ranks import collectives
 from privacy.step.folder import RunFolder
 from trainer.audit.canary_model import Canaries, CanaryModel, made_up
 from trainer.audit.sandbox import (

@@ -51,9 +51,9 @@ from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
+from privacy.ranks import collectives
 from privacy.run.ledger import open_ledger
 from privacy.run.run import Parts, Run, Start, Step, open_run
-from privacy.step import collectives
 from privacy.step.folder import RunFolder
 from privacy.step.step import MicroBatch
 from trainer.audit.canary_model import (

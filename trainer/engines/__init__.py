@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from privacy.step import collectives
-from privacy.step.engine import Engine
+from privacy.ranks import collectives
+from privacy.ranks.engine import Engine
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from privacy.step.engine import repeated_blocks
+from privacy.ranks.engine import repeated_blocks
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName
 from trainer.errors import ConfigError

@@ -17,8 +17,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_set_local_grad
 from torch import Tensor, nn
 
-from privacy.step import collectives
-from privacy.step.engine import GradShard, Piece, ShardState, flat_part
+from privacy.ranks import collectives
+from privacy.ranks.engine import GradShard, Piece, ShardState, flat_part
 from trainer.config.machine import MachineSettings, resolve
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
@@ -38,7 +38,7 @@ class _Span(NamedTuple):
 
 
 class DeepSpeedEngine:
-    """See `privacy.step.engine.Engine`."""
+    """See `privacy.ranks.engine.Engine`."""
 
     replicated = False
 

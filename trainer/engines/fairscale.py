@@ -23,8 +23,8 @@ import torch.distributed as dist
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
-from privacy.step import collectives
-from privacy.step.engine import GradShard, Piece
+from privacy.ranks import collectives
+from privacy.ranks.engine import GradShard, Piece
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks

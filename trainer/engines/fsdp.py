@@ -5,7 +5,7 @@ root, so no gradient ever reaches a parameter, and its gradient reduction is swi
 that share the memory of FSDP's fp32 shards, cut along the first dimension; forward and backward see them in the compute dtype.
 
 HSDP: `zero_optimization.zero_hpz_partition_size` ranks share a copy of the model, and each such group holds all of it (absent:
-one group of all ranks; 1: every rank holds everything). `privacy/step/row_shards.py` says who owns what.
+one group of all ranks; 1: every rank holds everything). `privacy/ranks/row_shards.py` says who owns what.
 
 From ds_config: stage 3 frees a block's weights between forward and backward. Stages 1 and 2 gather the weights once per logical
 step and keep them (gradients are ours, so the two are one). `offload_param` keeps shards, moments and the optimizer's step on
@@ -24,10 +24,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from privacy.gradients.sharded import put_away
-from privacy.step import collectives
-from privacy.step.engine import GradShard, Piece, ShardState, flat_part, repeated_blocks
-from privacy.step.row_shards import RowShards, own_rows
+from privacy.ranks import collectives
+from privacy.ranks.engine import GradShard, Piece, ShardState, flat_part, repeated_blocks
+from privacy.ranks.fsdp import put_away
+from privacy.ranks.row_shards import RowShards, own_rows
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
@@ -35,7 +35,7 @@ from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_g
 
 
 class FsdpEngine:
-    """See `privacy.step.engine.Engine`."""
+    """See `privacy.ranks.engine.Engine`."""
 
     replicated = False
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from privacy.step.engine import Piece, ShardLayout, even_layout, runs
-from privacy.step.row_shards import row_layout
+from privacy.ranks.engine import Piece, ShardLayout, even_layout, runs
+from privacy.ranks.row_shards import row_layout
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from privacy.step import collectives
-from privacy.step.engine import GradShard, Piece, ShardState, flat_part
+from privacy.ranks import collectives
+from privacy.ranks.engine import GradShard, Piece, ShardState, flat_part
 from privacy.sums.reduction import gather_from_owners
 from trainer.config.machine import MachineSettings
 from trainer.config.optimizer import OptimizerSection
@@ -20,7 +20,7 @@ from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_g
 
 
 class LocalEngine:
-    """See `privacy.step.engine.Engine`. With bf16 compute, fp32 master weights are kept apart from the module."""
+    """See `privacy.ranks.engine.Engine`. With bf16 compute, fp32 master weights are kept apart from the module."""
 
     replicated = True
 

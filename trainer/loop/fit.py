@@ -3,8 +3,8 @@
 import contextlib
 
 from privacy.errors import STOPPED_EARLY, StepDropped
-from privacy.step import clock
-from privacy.step.engine import holds_whole_weights
+from privacy.ranks import clock
+from privacy.ranks.engine import holds_whole_weights
 from trainer.loop.reporting import StepReporter, Training
 from trainer.loop.stopping import StopRequests
 from trainer.loop.trace import Trace

@@ -9,9 +9,9 @@ from torch import Tensor
 from data.index.tar_index import ExampleTable
 from data.reading.loader import eval_batches
 from privacy.boundary import Private
-from privacy.step import collectives
+from privacy.ranks import collectives
+from privacy.ranks.engine import Engine, holds_whole_weights, to_device
 from privacy.step.averaging import WeightAverage
-from privacy.step.engine import Engine, holds_whole_weights, to_device
 from trainer.tasks.base import Samples, TrainingTask
 from trainer.tasks.blind import LOOKED_AT, BlindBaseline
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from privacy.boundary import Private, Public, Reason, reason_of
 from privacy.errors import placed
-from privacy.ledger.durable import torn_line_end
+from privacy.files.durable import torn_line_end
 
 Number = TypeVar("Number", Public[float], Private[float])
 Text = TypeVar("Text", Public[str], Private[str])

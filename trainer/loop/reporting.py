@@ -24,9 +24,9 @@ from data.reading.streaming import StreamingLoader
 from privacy.accounting.rounding import rounded_up
 from privacy.boundary import Private, Public, Reason
 from privacy.errors import BUDGET_SPENT, DONE, placed, say
-from privacy.ledger.durable import torn_line_end
+from privacy.files.durable import torn_line_end
+from privacy.ranks import collectives
 from privacy.run.run import Run
-from privacy.step import collectives
 from privacy.step.averaging import WeightAverage
 from privacy.step.step import StepRecord
 from trainer.config.recipe import RunConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from privacy.errors import STOPPED_EARLY
-from privacy.step import collectives
+from privacy.ranks import collectives
 from trainer.ranks import distributed
 
 T = TypeVar("T")

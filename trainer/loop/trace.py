@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from privacy.ledger.durable import make_directory
-from privacy.step import collectives
+from privacy.files.durable import make_directory
+from privacy.ranks import collectives
 
 
 class Trace:

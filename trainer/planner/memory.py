@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from privacy.noise.source import MOST_DRAWN
-from privacy.step.engine import repeated_blocks
+from privacy.ranks.engine import repeated_blocks
 from privacy.sums.grid import EXAMPLES_PER_PART, Grid, num_bytes
 from privacy.sums.reduction import PACKED_COORDINATES
 from privacy.sums.sharded import bucket_names
@@ -116,7 +116,7 @@ def rank_memory(
     Args:
         model: whole, on any device.
         grid: of the clipper.
-        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`privacy.step.collectives.reduce_scatter_sum`).
+        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`privacy.ranks.collectives.reduce_scatter_sum`).
     """
     shapes, whole = trained_shapes(model), sum(p.numel() for p in model.parameters())
     sizes = [shape.numel() for shape in shapes.values()]

@@ -18,8 +18,8 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from privacy.ranks.collectives import gather_objects
 from privacy.step.batches import StepBatch
-from privacy.step.collectives import gather_objects
 from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
 from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks, launcher_processes
 from trainer.ranks.heartbeat import Heartbeat, Timing, Wait, end_process

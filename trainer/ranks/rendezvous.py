@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from data.files import write_durably
-from privacy.step import collectives
-from privacy.step.collectives import broadcast_object, gather_objects, on_main
+from privacy.ranks import collectives
+from privacy.ranks.collectives import broadcast_object, gather_objects, on_main
 from privacy.step.folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import RunConfig

@@ -28,9 +28,9 @@ from privacy.errors import PrivacyConfigError
 from privacy.guards.certified_rows import check_rows
 from privacy.guards.neighbours import nothing_is_small
 from privacy.plan.numbers import PrivacyPlan
+from privacy.ranks import collectives
+from privacy.ranks.engine import Engine, holds_whole_weights, to_device
 from privacy.run.mechanism import mechanism_of
-from privacy.step import collectives
-from privacy.step.engine import Engine, holds_whole_weights, to_device
 from privacy.step.step import Mechanism
 from privacy.sums.local import LocalSums, MakeAccumulator
 from privacy.sums.sharded import ShardedSums

@@ -20,8 +20,8 @@ from data.reading.reader import TarReader, json_record
 from data.reading.records import RemoteOptions
 from data.reading.staging import Staging, is_at_work, open_folder, require_room
 from data.reading.workers import copy_shards, worker_context
+from privacy.ranks.collectives import first_on_main, rank, refuse_together, say
 from privacy.sampling.rows import shares_of_nodes
-from privacy.step.collectives import first_on_main, rank, refuse_together, say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import RunConfig
 

@@ -20,12 +20,12 @@ import torch
 from data.index.tar_index import MANIFEST
 from privacy.errors import DONE
 from privacy.ledger.shared import SharedLedger
+from privacy.ranks import collectives
+from privacy.ranks.collectives import on_main, say
 from privacy.run.ledger import Opening
 from privacy.run.run import Finished, Run, open_run
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
-from privacy.step import collectives
 from privacy.step.batches import LogicalBatches
-from privacy.step.collectives import on_main, say
 from privacy.step.folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig

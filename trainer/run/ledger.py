@@ -6,8 +6,8 @@ from typing import Any
 
 from data.index.tar_index import ExampleTable
 from privacy.errors import PrivacyConfigError
+from privacy.files.durable import require_apart
 from privacy.ledger.claim import LedgerBehind, keep_copies, require_kept, states_behind
-from privacy.ledger.durable import require_apart
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan

@@ -26,21 +26,15 @@ from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_siz
 from privacy.ledger.claim import LedgerBehind
 from privacy.noise.source import NoiseSource
 from privacy.plan.numbers import PrivacyPlan
+from privacy.ranks import collectives
+from privacy.ranks.allocator import give_back_freed_memory, keep_freed_memory
+from privacy.ranks.collectives import first_on_main, on_main, refuse_together
+from privacy.ranks.engine import Engine, ShardState, even_layout, flat_part, to_device
 from privacy.run.ledger import Opening, RunLedger
 from privacy.run.mechanism import mechanism_of
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
-from privacy.step import collectives
-from privacy.step.allocator import give_back_freed_memory, keep_freed_memory
 from privacy.step.averaging import WeightAverage
 from privacy.step.batches import StepBatch
-from privacy.step.collectives import first_on_main, on_main, refuse_together
-from privacy.step.engine import (
-    Engine,
-    ShardState,
-    even_layout,
-    flat_part,
-    to_device,
-)
 from privacy.step.folder import RunFolder
 from privacy.sums.grid import EXAMPLES_PER_SUM
 from trainer.config.machine import MachineSettings

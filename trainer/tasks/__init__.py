@@ -27,7 +27,7 @@ from models.classifier import Classifier, classification_loss
 from models.config import captioner_config, classifier_config, masked_autoencoder_config
 from models.generation import greedy_captions
 from models.masked_autoencoder import MaskedAutoencoder, from_patches, normalised, to_patches
-from privacy.step.engine import Engine, to_device
+from privacy.ranks.engine import Engine, to_device
 from trainer.config.recipe import RunConfig
 from trainer.tasks.base import Samples, TrainingTask, picture_grid, pixels
 from trainer.tasks.blind import CaptionFrequencies, ClassFrequencies, MeanPicture

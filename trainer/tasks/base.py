@@ -17,7 +17,7 @@ from data.examples.examples import MakeExample
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
 from models.base import VisionModel
 from models.converters.native import model_facts
-from privacy.step.engine import Engine
+from privacy.ranks.engine import Engine
 from trainer.config.recipe import DataSection
 from trainer.tasks.blind import BlindBaseline
 

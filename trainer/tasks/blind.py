@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from privacy.step import collectives
+from privacy.ranks import collectives
 
 Tokens = tuple[int, ...]
 """The tokens of one caption that a model predicts: those after the start token, with the end token."""

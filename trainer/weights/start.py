@@ -21,7 +21,7 @@ from models.classifier import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, usable_names
 from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
-from privacy.step.collectives import say
+from privacy.ranks.collectives import say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError

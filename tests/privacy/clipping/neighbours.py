@@ -38,7 +38,7 @@ from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clip_factors import FUNCTIONS, ClippingFunction
 from privacy.clipping.clipped_sum import Mode
 from privacy.gradients import per_example_gradients as contributions
-from privacy.step.engine import even_layout
+from privacy.ranks.engine import even_layout
 from privacy.sums import totals
 from privacy.sums.grid import MOST_CANCELLED
 from privacy.sums.sharded import ShardedSums

@@ -14,7 +14,7 @@ from privacy.clipping import ClippedSum
 from privacy.errors import PrivacyConfigError
 from privacy.gradients.per_example_gradients import Dense, OuterProducts, Rows
 from privacy.plan.releases import SENSITIVITY_SLACK
-from privacy.step.engine import even_layout
+from privacy.ranks.engine import even_layout
 from privacy.sums.grid import (
     EXAMPLES_PER_PART,
     EXAMPLES_PER_SUM,
@@ -300,7 +300,7 @@ GRID = Grid.of(sum(shape.numel() for shape in SHAPES.values()), torch.float32, 5
 
 def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[Tensor]]:
     """What this rank owns of the sums of ten fixed micro-batches, of which it adds its part in the given orders."""
-    from privacy.step import collectives
+    from privacy.ranks import collectives
 
     unit, found = GRID.unit(0.7), []
     assert unit is not None
@@ -326,7 +326,9 @@ def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[
                     slot.total.add([x.repeat(5)[: shape.numel()].clone()], examples)
                 sums.filled(name)
             sums.finish()
-        shards = reduce_to_owners(clipped, even_layout(SHAPES, collectives.world_size()))
+        shards = reduce_to_owners(
+            clipped.accumulator, clipped.exponent, even_layout(SHAPES, collectives.world_size())
+        )
         found.append([shard.values for shard in shards])
     return found
 

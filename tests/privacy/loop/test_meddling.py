@@ -26,7 +26,7 @@ from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.guards.fingerprints import fingerprint
 from privacy.guards.own_engine import WatchedEngine
 from privacy.loop import WeightAverage
-from privacy.step.engine import GradShard
+from privacy.ranks.engine import GradShard
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows, weights
 from tests.self_check import trusted_models
 
@@ -391,7 +391,7 @@ def test_a_loop_whose_files_somebody_has_closed_ends_in_the_error_of_its_step(
         loop.step()
         for descriptor in (
             loop._run.folder._lock,
-            *(file._descriptor for file in loop._ledger._ledger._chain._files),
+            *(file._descriptor for file in loop._ledger._on_main.ledger._chain._files),
         ):
             os.close(descriptor)
         loop.step()

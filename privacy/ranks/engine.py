@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PrivacyConfigError
-from ..gradients.sharded import is_dtensor
+from .fsdp import is_dtensor
 
 
 class Piece(NamedTuple):

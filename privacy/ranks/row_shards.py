@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..gradients.sharded import is_dtensor
 from . import collectives
 from .engine import Piece, ShardLayout, flat_part, runs
+from .fsdp import is_dtensor
 
 
 def row_shard(shape: torch.Size, index: int, num_shards: int) -> tuple[int, int]:
