@@ -69,9 +69,7 @@ FUNCTIONS = {
     if isinstance(option, Clipping)
 }
 """The functions by the names that plans use."""
-flat, automatic, per_layer, grouped = (
-    FUNCTIONS[name] for name in ("flat", "automatic", "per_layer", "grouped")
-)
+flat = FUNCTIONS["flat"]
 
 
 class MicroBatchStats(NamedTuple):

@@ -71,11 +71,11 @@ class ModeChoice:
         if self.needed is None or self.available is None:
             return f"{text}: this machine does not say how much memory is free"
         needs = {"bookkeeping": self.needed, "two_pass": self.needed_in_two_passes or 0}
-        needed = needs.pop(self.mode)
-        text += f": a micro-batch takes {_gib(needed)} of {_gib(self.available)} a rank"
+        need = needs.pop(self.mode)
+        text += f": a micro-batch takes {_gib(need)} of {_gib(self.available)} a rank"
         if self.needed_in_two_passes is not None:
-            text += "".join(f"; {mode} would need {_gib(more)}" for mode, more in needs.items())
-        if needed > USABLE * self.available:
+            text += "".join(f"; {mode} would need {_gib(size)}" for mode, size in needs.items())
+        if need > USABLE * self.available:
             text += "; that may be too much: choose a smaller train.micro_batch_size"
         return text
 
@@ -133,7 +133,7 @@ def choose_by_trial(
         is_padding_B = torch.zeros(size, dtype=torch.bool, device=engine.device)
         clipped.add_micro_batch(engine.module, inputs, is_padding_B)
 
-    def taken(mode: Mode, size: int) -> int | None:
+    def measure(mode: Mode, size: int) -> int | None:
         clipped = mechanism_of(
             plan,
             engine,
@@ -148,11 +148,11 @@ def choose_by_trial(
         finally:
             clipped.detach()
 
-    later = moment_bytes(config, machine, engine_name, engine)
-    return choose_mode(taken, later, engine.device, config.train.micro_batch_size)
+    states = state_memory(config, machine, engine_name, engine)
+    return choose_mode(measure, states, engine.device, config.train.micro_batch_size)
 
 
-def moment_bytes(
+def state_memory(
     config: RunConfig, machine: MachineSettings, engine_name: EngineName, engine: Engine
 ) -> int:
     """Returns the bytes of the optimizer's states, which the first step makes on this rank's device."""
@@ -166,8 +166,8 @@ def moment_bytes(
 
 
 def choose_mode(
-    taken: Callable[[Mode, int], int | None],
-    later: int,
+    measure: Callable[[Mode, int], int | None],
+    states: int,
     device: torch.device,
     micro_batch_size: int,
     available: Callable[[torch.device], int | None] = available_memory,
@@ -175,8 +175,8 @@ def choose_mode(
     """Chooses the mode, equal on all ranks. Collective.
 
     Args:
-        taken: clips made-up examples, so many in a mode, and returns the bytes that this takes on this rank.
-        later: bytes that this rank allocates after its first micro-batch.
+        measure: clips so many made-up examples in a mode, and returns the bytes that this takes on this rank.
+        states: bytes that this rank's optimizer allocates in its first step.
     """
     on_device: dict[tuple[str, str], list[int]] = {}  # ranks may share one, such as a host's CPU
     for host, name, free in collectives.gather_objects(
@@ -188,16 +188,16 @@ def choose_mode(
         return ModeChoice("bookkeeping", micro_batch_size, None, None, None)
     usable = int(USABLE * room)
 
-    def needed(mode: Mode) -> int:
+    def need(mode: Mode) -> int:
         return needed_memory(
-            lambda size: max(collectives.gather_objects(later + (taken(mode, size) or 0))),
+            lambda size: max(collectives.gather_objects(states + (measure(mode, size) or 0))),
             micro_batch_size,
             usable,
         )
 
-    in_one_pass = needed("bookkeeping")
-    mode, in_two_passes = better_mode(in_one_pass, usable, lambda: needed("two_pass"))
-    return ModeChoice(mode, micro_batch_size, in_one_pass, in_two_passes, room)
+    one_pass = need("bookkeeping")
+    mode, two_passes = better_mode(one_pass, usable, lambda: need("two_pass"))
+    return ModeChoice(mode, micro_batch_size, one_pass, two_passes, room)
 
 
 def needed_memory(measure: Callable[[int], int], size: int, usable: int) -> int:
@@ -209,15 +209,17 @@ def needed_memory(measure: Callable[[int], int], size: int, usable: int) -> int:
         measure: runs that many examples and returns the bytes that they need.
         usable: no micro-batch is run that may need more, but for one or two examples.
     """
-    count, most, growth = 0, 0, 0.0
-    following = 1
-    while count < following:
-        before, less = count, most
-        count, most = following, measure(following)
-        growth = (max(0, most - less) + UNCERTAIN) / (count - before)
-        if most <= usable:
-            following = min(size, max(count + int((usable - most) / growth), 2))
-    return most if count == size else int(most + growth * (size - count))
+    count = memory = 0
+    growth = 0.0  # bytes of one more example, at most
+    next_count = 1
+    while count < next_count:
+        next_memory = measure(next_count)
+        growth = (max(0, next_memory - memory) + UNCERTAIN) / (next_count - count)
+        count = next_count
+        memory = next_memory
+        if memory <= usable:
+            next_count = min(size, max(count + int((usable - memory) / growth), 2))
+    return memory if count == size else int(memory + growth * (size - count))
 
 
 def better_mode(

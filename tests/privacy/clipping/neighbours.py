@@ -294,9 +294,7 @@ def draw_construction(rng: random.Random, rule: str) -> Construction:
         ),
     )
     before = rng.choice([rng.randint(1, most - 2), 1 << ((most // 2).bit_length() - 1)])
-    function = rng.choice(
-        ["flat", "flat", "flat", "flat", "flat", "per_layer", "per_layer", "automatic"]
-    )
+    function = rng.choice(["flat"] * 4 + list(FUNCTIONS))
     bound = 1.0 if function == "automatic" else rng.choice([None, None, None, 1.0])
     mode, after, has_cap = rng.choice(MODES), most - before - 1, rng.random() < 0.5
     return Construction(rule, dtype, mode, function, tokens, sizes, before, after, bound, has_cap)
@@ -623,7 +621,7 @@ def draw_pair(rng: random.Random, device: torch.device, *, is_deep: bool = False
 
     values, x = tuple(row() for _ in range(count)), rng.randrange(count)
     cap, micro_batch = rng.choice([None, count, HUGE_CAP]), rng.choice([1, 3, 64])
-    function = rng.choice(["flat", "flat", "flat", "per_layer", "grouped", "automatic"])
+    function = rng.choice(["flat", "flat", *FUNCTIONS])
     return Pair(layers, values, x, bound, cap, micro_batch, dtype, rng.choice(MODES), function)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import SUMS, TwoPassSum
-from privacy.clipping.clip_factors import ClippingFunction, automatic, flat, grouped, per_layer
+from privacy.clipping.clip_factors import FUNCTIONS, ClippingFunction
 from privacy.errors import PrivacyConfigError
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
@@ -76,7 +76,7 @@ def test_contract_6_no_later_micro_batch_makes_up_for_one_that_did_not_repeat(
     assert dict(total.sums())
 
 
-@pytest.mark.parametrize("function", [flat, automatic, per_layer, grouped])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("mode", ["bookkeeping", "two_pass"])
 def test_each_function_is_the_loop_and_keeps_the_sensitivity_it_reports(
     function: Callable[[list[str], float], ClippingFunction], mode: str

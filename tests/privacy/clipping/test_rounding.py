@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy.clipping import SUMS, ClippedSum
+from privacy.clipping.clip_factors import FUNCTIONS
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.limits import LARGEST_BOUND, SMALLEST_BOUND
 from privacy.plan.releases import SENSITIVITY_SLACK
@@ -348,7 +349,7 @@ def norms(device: torch.device, seed: str, num_pairs: int, examples: int = 64) -
             t.to(device)
             for t in draw_magnitudes(rng, (examples, tokens, width), bound, DTYPES[dtype])
         )
-        mode, function = rng.choice(MODES), rng.choice(["flat", "automatic", "per_layer"])
+        mode, function = rng.choice(MODES), rng.choice(list(FUNCTIONS))
         seen: list[Tensor] = []
         clipped = SUMS[mode](model, bound, function=watched(function, seen))  # type: ignore[arg-type]
         padding = torch.zeros(examples, dtype=torch.bool, device=device)
