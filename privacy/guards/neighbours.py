@@ -17,6 +17,7 @@ from ..gradients.recorder import Task
 from ..ranks import collectives
 from ..ranks.engine import Engine, to_device
 from ..sums.grid import EXAMPLES_PER_PART
+from ..sums.totals import blocks
 
 Inputs = dict[str, Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -65,7 +66,9 @@ def require_neighbours_apart(
     synthetic_inputs: Callable[[int], dict[str, Tensor]],
     micro_batch_size: int,
 ) -> None:
-    """Tries a made-up micro-batch as training has it: its number of rows, on the device and in the dtype of training. Collective.
+    """Tries made-up micro-batches as training has them: their numbers of rows, on its device and in its dtype. Collective.
+
+    A large micro-batch is gone through in parts, so its last part is tried, too.
 
     Args:
         task: what training calls.
@@ -75,9 +78,13 @@ def require_neighbours_apart(
         PrivacyConfigError: on all ranks, if one of them finds that a loss depends on other examples.
     """
     inputs = to_device(synthetic_inputs(2), engine)
-    collectives.refuse_together(
-        lambda: require_apart(task, inputs, min(micro_batch_size, EXAMPLES_PER_PART))
-    )
+
+    def require() -> None:
+        for rows in blocks(micro_batch_size, EXAMPLES_PER_PART):
+            if rows.start == 0 or rows.stop == micro_batch_size:
+                require_apart(task, inputs, rows.stop - rows.start)
+
+    collectives.refuse_together(require)
 
 
 def losses_of(task: Task, micro_batch: Inputs) -> Tensor:

@@ -53,9 +53,10 @@ def test_a_model_that_mixes_at_the_size_and_dtype_of_training_is_refused(
             require_neighbours_apart(engine, engine.module, inputs, 12)
 
 
-def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_a_part() -> None:
-    engine = engine_of(1024, torch.float32)
-    with pytest.raises(PrivacyConfigError, match="in micro-batches of 1024 examples"):
+@pytest.mark.parametrize("size", [1024, 952])
+def test_a_micro_batch_that_is_cut_into_parts_is_tried_as_each_of_them(size: int) -> None:
+    engine = engine_of(size, torch.float32)
+    with pytest.raises(PrivacyConfigError, match=f"in micro-batches of {size} examples"):
         require_neighbours_apart(engine, engine.module, inputs, 3000)
 
 
