@@ -77,11 +77,13 @@ def report(options: ReportOptions) -> "PrivacyCard":
     summary = [f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)]
     lines = [f"privacy card: {path}" for path in paths]
     if options.publish is not None:  # before anything is printed: a refusal is one line
-        ledger = card.provenance.ledger
-        kept = fingerprint(options.run_dir, ledger, options.time_stamp)
+        kept = fingerprint(options.run_dir, card.ledger, options.time_stamp)
         lines += (
             publish(
-                options.run_dir, options.publish, ledger, checkpoints=not options.no_checkpoints
+                options.run_dir,
+                options.publish,
+                card.ledger,
+                checkpoints=not options.no_checkpoints,
             )
             + kept
         )

@@ -14,8 +14,8 @@ behind       the ledgers of the private runs whose weights the run started from 
              and manifests name
 epsilon      is recomputed from the ledgers alone by privacy loss distributions (zero-out neighbours), the cap of the batches and
              every charged attempt included
-card         claim, plan and counts of report/privacy_card.json follow from the ledger, and no other of its fields is compared. An
-             epsilon may be larger than the one that is computed here, never smaller
+card         claim, opening, plan and counts of report/privacy_card.json follow from the ledger, and no other of its fields is
+             compared. An epsilon may be larger than the one that is computed here, never smaller
 checkpoints  every manifest is the one that the ledger recorded, remembers a line of it where its step was reached, and its files
              have their hashes
 metrics      metrics.jsonl and held-out results have no other names than a run publishes, no step, charge, norm or C that the
@@ -1225,16 +1225,14 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         "steps_done": at.furthest if plan["enabled"] else finished,
         "steps_planned": plan["num_steps"],
         "attempts_charged": at.charged(),
-        "adjacency": plan["adjacency"],
-        "unit_of_privacy.num_examples": plan["num_examples"],
         "mechanism.noise_multiplier_accounted": plan.accounted,
-        "sampling.key_commitment_sha256": at.opened["key_commitment"],
         "accounting.epsilon": None,
         "accounting.delta": delta,
         "accounting.attempts.charged": at.charged(),
         "accounting.attempts.allowed": plan["most_charges"],
-        "provenance.ledger.lines": len(at.hashes) + at.unterminated,
+        "ledger.lines": len(at.hashes) + at.unterminated,
     }
+    card |= {f"opened.{name}": value for name, value in at.opened.items() if name != "plan"}
     card |= {
         f"plan.{name}": value
         for name, value in at.opened["plan"].items()
@@ -1272,6 +1270,23 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         card |= {f"composition.runs.{number}.{name}": value for name, value in fields.items()}
     card[f"composition.runs.{len(places)}"] = ...
     return card
+
+
+PLACES_OF_FORMAT_3 = {
+    "adjacency": "plan.adjacency",
+    "unit_of_privacy.num_examples": "plan.num_examples",
+    "sampling.key_commitment_sha256": "opened.key_commitment",
+    "provenance.ledger.lines": "ledger.lines",
+}
+"""Places in a card of version 0.1, and where later cards have the same facts."""
+
+
+def fields_of_format_3(fields: dict[str, Any]) -> dict[str, Any]:
+    """Moves the fields that follow from the ledger to their places in a card of version 0.1."""
+    kept = {
+        place: fields[place] for place in fields if not place.startswith(("opened.", "ledger."))
+    }
+    return kept | {old: fields[place] for old, place in PLACES_OF_FORMAT_3.items()}
 
 
 def value_at(tree: Any, place: str) -> Any:
@@ -1321,7 +1336,8 @@ def check_card(folder: Folder) -> str:
     if not folder.has("report/privacy_card.json"):
         return f"there is no privacy card, and {agreed} fields of head.json agree with the ledger"
     card = object_in(folder.path / "report/privacy_card.json")
-    last, lines = value_at(card, "provenance.ledger.last_line_sha256"), ledger.hashes
+    is_old, lines = equal(value_at(card, "card_format"), 3), ledger.hashes
+    last = value_at(card, f"{'provenance.' if is_old else ''}ledger.last_line_sha256")
     require(
         last in lines, "the card is of a line that the ledger lacks: ledger or card were replaced"
     )
@@ -1329,7 +1345,7 @@ def check_card(folder: Folder) -> str:
         raise Undecided(
             f"the card is of the first {lines.index(last) + 1} lines of {len(lines)}: make it again"
         )
-    expected = card_fields(folder)
+    expected = fields_of_format_3(card_fields(folder)) if is_old else card_fields(folder)
     ours, theirs = (
         f"dp-accounting {metadata.version('dp-accounting')}",
         value_at(card, "accounting.accountant"),
@@ -1662,8 +1678,8 @@ def declarations(folder: Folder) -> dict[str, str]:
         "verify.py": "judges nothing about itself: take it from the project, not from the folder",
         "privacy_card.html, privacy_card.md": "nothing here reads them, whatever they show",
         "tensorboard/, private/ and all other files": "nothing here looks at them, nor at an epsilon that they state",
-        "privacy_card.json": "all but the claim, what it is composed of, the plan, and numbers of steps, attempts, examples and "
-        "lines; not the epsilons of groups and other neighbours, nor the rates of attacks",
+        "privacy_card.json": "all but the claim, what it is composed of, the plan, the opening record, and numbers of steps, "
+        "attempts and lines; not the epsilons of groups and other neighbours, nor the rates of attacks",
     }
 
 

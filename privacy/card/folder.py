@@ -22,8 +22,7 @@ from ..ledger.shared import SharedLedger
 from .model import (
     STATEMENTS,
     AuditResult,
-    Checkpoint,
-    DataSet,
+    Declared,
     HeldoutLoss,
     PrivacyCard,
     PublicData,
@@ -31,7 +30,7 @@ from .model import (
     Utility,
 )
 from .render import to_html, to_markdown
-from .report import LedgerSnapshot, make_card, read_snapshot, with_files
+from .report import LedgerSnapshot, make_card, read_snapshot
 
 _FACTS = TypeAdapter(dict[str, JsonValue])
 
@@ -57,24 +56,18 @@ def build_card(
     if recipe and "head" not in snapshot.state.opened:
         require_as_asked(run_dir, recipe)
     card = make_card(snapshot, str(ledger))
-    data, unit, tuning, public = (
-        recipe.get("data", {}),
-        card.unit_of_privacy,
-        card.tuning.stated,
-        PublicData(),
-    )
-    data_set = DataSet(
-        **{name: _stated(data.get(f"dataset_{name}")) for name in DataSet.model_fields}
-    )
+    data = recipe.get("data", {})
+    words = {name: data.get(f"dataset_{name}") for name in Declared.model_fields}
+    words |= {"deduplication": data.get("deduplication")}
+    words |= {"tuning": recipe.get("privacy", {}).get("tuning")}
     # Where the ledger states something itself, its words count.
-    deduplication = (
-        unit.deduplication if unit.deduplication.text else _stated(data.get("deduplication"))
-    )
-    tuning = tuning if tuning.text else _stated(recipe.get("privacy", {}).get("tuning"))
-    warnings, last = list(card.warnings), card.released.last_checkpoint
-    if last is not None and last.name is not None:
-        matches, public, warning = _read_manifest(run_dir, last, start)
-        last, warnings = last.updated(manifest_matches=matches), [*warnings, *warning]
+    declared = {
+        name: stated if stated.text else _stated(words[name]) for name, stated in card.declared
+    }
+    warnings, matches, public = list(card.warnings), None, PublicData()
+    if card.last_checkpoint is not None:
+        matches, public, warning = _read_manifest(run_dir, card.last_checkpoint, start)
+        warnings += warning
     if public.file is None:
         public = start_of_a_loop(recipe)
     summary, warning = _read_shared_ledger(recipe, snapshot)
@@ -85,16 +78,15 @@ def build_card(
     ]
     left_out = [one for one in survey(run_dir).left_out.items() if PUBLIC_FILES.fullmatch(one[0])]
     warnings += [f"The card does not read {name}: {reason}." for name, reason in left_out]
-    return with_files(
-        card,
+    return card.updated(
         run_name=_as_json(run_dir.resolve().name),
         warnings=warnings,
+        declared=Declared(**declared),
+        manifest_matches=matches,
         public_data=public,
         audits=audits,
-        released=card.released.updated(last_checkpoint=last),
         utility=read_utility(run_dir),
-        unit_of_privacy=unit.updated(data_set=data_set, deduplication=deduplication),
-        tuning=card.tuning.updated(stated=tuning, shared_summary=summary),
+        shared_ledger=summary,
     )
 
 
@@ -225,20 +217,21 @@ def read_utility(run_dir: Path) -> Utility:
 
 
 def _read_manifest(
-    run_dir: Path, last: Checkpoint, start: Callable[[Mapping[str, Any]], str] | None
+    run_dir: Path, last: Mapping[str, Any], start: Callable[[Mapping[str, Any]], str] | None
 ) -> tuple[bool | None, PublicData, list[str]]:
     """(whether the last checkpoint's manifest has the hash in the ledger, what the model started from, warnings)."""
     # The name alone: a ledger must not lead us out of the checkpoints.
-    file, public = f"checkpoints/{Path(str(last.name)).name}/manifest.json", PublicData()
+    name, public = last["path"], PublicData()
+    file = f"checkpoints/{Path(name).name}/manifest.json"
     try:
         content = read_public(run_dir, file)
     except (OSError, ValueError):  # ValueError: no name of a file
         return None, public, []  # deleted or moved elsewhere, which is anybody's right
-    matches = hashlib.sha256(content).hexdigest() == last.manifest_sha256
+    matches = hashlib.sha256(content).hexdigest() == last["digest"]
     found = (
         []
         if matches
-        else [f"The manifest of checkpoint {last.name} is not the one that the ledger recorded."]
+        else [f"The manifest of checkpoint {name} is not the one that the ledger recorded."]
     )
     known, facts = ("run", "initialisation", "training_data", "tokenizer_sha256"), {}
     with contextlib.suppress(ValidationError):
@@ -248,9 +241,7 @@ def _read_manifest(
     try:
         statement = start(facts)
     except (TypeError, ValueError, KeyError, AttributeError):
-        found.append(
-            f"The manifest of checkpoint {last.name} does not say what the model started from."
-        )
+        found.append(f"The manifest of checkpoint {name} does not say what the model started from.")
         return matches, public, found
     if "tokenizer_sha256" in facts:
         statement += " The tokenizer counts as public: no private caption may have shaped it."

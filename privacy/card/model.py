@@ -1,8 +1,9 @@
 """The privacy card as a type: `PrivacyCard`, whose JSON is the published format (docs/schemas/privacy_card.schema.json).
 
-Headings and their order follow the reporting checklist of "How to DP-fy ML" (Ponomareva et al. 2023, arXiv 2303.00654). The JSON
-holds facts, and each one that does not come from the ledger names its file; sentences that every card repeats stand on the pages
-alone. A statement is one line of text in which backticks mark names of files; privacy/card/render.py makes pages of a card.
+The card repeats records of the ledger as they are (`opened`, `plan`, releases, the last checkpoint) and adds claims,
+counts, sentences and declarations, which have classes here. Each fact that does not come from the ledger names its file;
+sentences that every card repeats stand on the pages alone. Sections of the pages follow the checklist of "How to DP-fy ML"
+(Ponomareva et al. 2023, arXiv 2303.00654). A statement is one line of text in which backticks mark names of files.
 
 python -m privacy.card.model > docs/schemas/privacy_card.schema.json
 """
@@ -22,9 +23,8 @@ STATEMENTS: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "templates/statements.toml").read_text()
 )
 """The card's fixed sentences."""
-Scalar = str | bool | int | float | None
-
-
+Record = dict[str, JsonValue]
+"""A record of the ledger, as it stands there."""
 Epsilon = Annotated[float | None, BeforeValidator(finite)]
 """None where it is infinite, which JSON cannot hold, was not computed, or is not claimed."""
 
@@ -52,8 +52,8 @@ class Stated(Part):
     attested: bool = Field(False, description="Whether that file is the ledger.")
 
 
-class DataSet(Part):
-    """What the recipe says of the data; nothing computes or checks it."""
+class Declared(Part):
+    """Words that nothing computes or checks: of the recipe, or of the ledger where it states them itself."""
 
     name: Stated = Field(Stated(), description="The name of the data set.")
     owner: Stated = Field(Stated(), description="Who answers for it.")
@@ -65,89 +65,25 @@ class DataSet(Part):
     validity: Stated = Field(
         Stated(), description="Until when, or for which use, the claim may be relied on."
     )
-
-
-class Checkpoint(Part):
-    """A checkpoint that the ledger records."""
-
-    step: int = Field(description="Step after which it was written.")
-    name: str | None = Field(description="Name of its folder.")
-    manifest_sha256: str = Field(description="SHA-256 of its manifest, from the ledger.")
-    manifest_matches: bool | None = Field(
-        None, description="Whether the file there has it; null where none is."
-    )
-
-
-class Released(Part):
-    """What leaves the trust boundary."""
-
-    statement: str = Field(description="What the guarantee covers.")
-    checkpoints_recorded: int = Field(description="Number of checkpoints in the ledger.")
-    last_checkpoint: Checkpoint | None = Field(description="The newest of them.")
-
-
-class UnitOfPrivacy(Part):
-    """What is protected."""
-
-    unit: str = Field(description="The record whose presence is hidden.")
-    num_examples: int = Field(description="n, the public number of examples.")
     deduplication: Stated = Field(Stated(), description="How near-duplicates were removed.")
-    data_set: DataSet = Field(DataSet(), description="What is declared of the data.")
-
-
-class Release(Part):
-    """A noised sum that the attempts release, by its name in the ledger."""
-
-    name: str = Field(description="Its name.")
-    count: int = Field(description="How often it was released.")
-    smallest_noise_multiplier: float = Field(
-        description="The least standard deviation / sensitivity of all times."
-    )
-    smallest_sensitivity: float = Field(
-        description="The smallest L2 sensitivity of all times (of the gradient C)."
-    )
-    largest_sensitivity: float = Field(description="The largest of all times.")
-    last_sensitivity: float = Field(description="That of the newest attempt.")
-
-
-class Head(Part):
-    """A private linear head (evaluation/private_head); the options of its method are further keys."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Scalar]
-
-    method: str = Field(description="Name of the method.")
-    num_classes: int = Field(description="Public number of classes.")
-    covers: str | None = Field(
-        None, description="Which examples the guarantee covers, and given what."
-    )
+    tuning: Stated = Field(Stated(), description="How hyper-parameters were chosen.")
 
 
 class Mechanism(Part):
     """What is done to the data."""
 
     name: str = Field(description="The mechanism and its source.")
-    head: Head | None = Field(description="The private head that was trained; null for DP-SGD.")
-    noise_multiplier_accounted: float = Field(
-        description="sigma / (1 + r), which the accountant is charged with."
-    )
+    statement: str = Field(description="The mechanism in words.")
     settings: tuple[tuple[str, str], ...] = Field(
         (), description="[what, value] of each option of the plan."
     )
-    releases: tuple[Release, ...] = Field(description="Everything that the attempts release.")
-    drawn_noise: str = Field(description="Whether norms of noised sums refute the stated noise.")
-    statement: str = Field(description="The mechanism in words.")
-
-
-class Sampling(Part):
-    """Which examples take part in a step."""
-
-    scheme: str = Field(description="poisson, shuffle or full batch.")
-    key_commitment_sha256: str = Field(description="Commitment to the secret sampling key.")
-    data_hmac_sha256: str | None = Field(
-        description="Identity of the data, as an HMAC under that key."
+    noise_multiplier_accounted: float = Field(
+        description="sigma / (1 + r), which the accountant is charged with."
     )
-    statement: str = Field(description="The scheme in words.")
+    releases: tuple[Record, ...] = Field(
+        description="Every different release of the ledger's attempts, and its `count`."
+    )
+    drawn_noise: str = Field(description="Whether norms of noised sums refute the stated noise.")
 
 
 class Attack(Part):
@@ -184,9 +120,6 @@ class Accounting(Part):
         None, description="The claim, for everything charged; null where it is infinite."
     )
     delta: float = Field(description="delta of the claim.")
-    accountant_at_opening: str | None = Field(
-        description="Package and version that the run was planned with."
-    )
     accountant: str = Field(description="Package and version that computed this card.")
     accountant_python: str = Field(description="Version of Python that computed this card.")
     statement: str = Field(description="How the claim is computed.")
@@ -214,10 +147,9 @@ class Accounting(Part):
     epsilon_group: dict[str, Epsilon] = Field(
         default_factory=dict, description="Number of copies -> epsilon."
     )
-    max_examples_per_owner: int | None = Field(
-        description="The most examples of one owner, as the recipe states."
+    epsilon_owner: Epsilon = Field(
+        None, description="Epsilon of an owner of `max_examples_per_owner`, which `opened` states."
     )
-    epsilon_owner: Epsilon = Field(None, description="Epsilon of such an owner.")
     attack: Attack | None = Field(None, description="Bounds on membership inference.")
     attempts: Attempts = Field(description="What was charged.")
 
@@ -247,18 +179,6 @@ class Composition(Part):
     runs: tuple[CarriedRun, ...] = Field(description="All runs, this one first.")
 
 
-class Tuning(Part):
-    """How hyper-parameters were chosen."""
-
-    stated: Stated = Field(Stated(), description="How they were chosen, in words.")
-    shared_ledger: str | None = Field(
-        None, description="SHA-256 of the owner's ledger's first line."
-    )
-    shared_summary: dict[str, JsonValue] | None = Field(
-        None, description="Its budget and runs, where readable."
-    )
-
-
 class PublicData(Part):
     """What the model started from."""
 
@@ -274,12 +194,10 @@ class LedgerFile(Part):
     """The file that every number comes from."""
 
     file: Literal["ledger.jsonl"] = Field("ledger.jsonl", description="Its name.")
-    format: int = Field(description="Version of its format.")
     lines: int = Field(description="Number of its lines.")
     last_line_sha256: str = Field(
         description="SHA-256 of the last whole line, to be kept elsewhere."
     )
-    mirrored_sessions: int = Field(description="Number of sessions that wrote a mirror of it.")
 
 
 class Session(Part):
@@ -290,16 +208,6 @@ class Session(Part):
     modified: bool | None = Field(description="Whether the code had uncommitted changes.")
     python: str | None = Field(description="Version of Python.")
     packages: dict[str, str | None] | None = Field(description="Versions of packages.")
-
-
-class Provenance(Part):
-    """Code, ledger and sessions."""
-
-    commit: str | None = Field(description="Commit of the code that opened the ledger.")
-    opened_utc: str = Field(description="When the program that opened the ledger was started.")
-    closed: str | None = Field(description="Why the run ended; null while it may go on.")
-    ledger: LedgerFile = Field(description="The ledger.")
-    sessions: tuple[Session, ...] = Field(description="All starts of the program on this ledger.")
 
 
 class AuditResult(Part):
@@ -342,7 +250,7 @@ class Utility(Part):
 class PrivacyCard(Part):
     """What a run guarantees, and everything that this depends on."""
 
-    card_format: Literal[3] = Field(3, description="Version of this format.")
+    card_format: Literal[4] = Field(4, description="Version of this format.")
     run_name: str | None = Field(
         None, description="Name of the run's folder; null for a card of a ledger alone."
     )
@@ -358,26 +266,29 @@ class PrivacyCard(Part):
     steps_planned: int = Field(description="Planned steps.")
     attempts_charged: int = Field(description="Attempts that epsilon is computed from.")
     warnings: tuple[str, ...] = Field(description="What a reader should not overlook.")
-    not_stated: tuple[str, ...] = Field(
-        description="What whoever ran the training could have declared, and did not."
+    ledger: LedgerFile = Field(description="The ledger.")
+    opened: Record = Field(description="Its `open` record, without the plan.")
+    plan: Record = Field(description="The plan of that record, without its target_epsilon.")
+    sessions: tuple[Session, ...] = Field(description="All starts of the program on the ledger.")
+    closed: str | None = Field(description="Why the run ended; null while it may go on.")
+    checkpoints_recorded: int = Field(description="Number of checkpoints in the ledger.")
+    last_checkpoint: Record | None = Field(description="The newest `checkpoint` record.")
+    manifest_matches: bool | None = Field(
+        None, description="Whether the file there has the recorded SHA-256; null where none is."
     )
-    released: Released = Field(description="Section 2.")
-    unit_of_privacy: UnitOfPrivacy = Field(description="Section 3.")
-    adjacency: Literal["zero_out"] = Field(
-        "zero_out", description="Neighbours: one zeroed-out record."
-    )
-    plan: dict[str, JsonValue] = Field(
-        description="The plan of the ledger, without its target_epsilon."
-    )
+    released: str = Field(description="Section 2: what the guarantee covers, in words.")
+    unit: str = Field(description="Section 3: the record whose presence is hidden.")
+    declared: Declared = Field(description="Sections 3 and 8: what is declared; null if unstated.")
     mechanism: Mechanism = Field(description="Section 5.")
-    sampling: Sampling = Field(description="Section 6.")
+    sampling: str = Field(description="Section 6: who takes part in a step, in words.")
     accounting: Accounting = Field(description="Section 7: this run alone.")
     composition: Composition | None = Field(
         None, description="With private runs behind the weights."
     )
-    tuning: Tuning = Field(description="Section 8.")
+    shared_ledger: dict[str, JsonValue] | None = Field(
+        None, description="Section 8: budget and runs of the owner's ledger, where readable."
+    )
     public_data: PublicData = Field(PublicData(), description="Section 9.")
-    provenance: Provenance = Field(description="Section 12.")
     audits: tuple[AuditResult, ...] = Field((), description="Section 13.")
     utility: Utility | None = Field(
         None, description="Section 14; null where no other file was read."
@@ -386,14 +297,10 @@ class PrivacyCard(Part):
     @model_validator(mode="after")
     def _claims_nothing_without_a_guarantee(self) -> Self:
         numbers = self.accounting
-        claims = [value for name, value in numbers if "epsilon" in name or name == "attack"]
-        claims = [
-            self.epsilon,
-            *numbers.epsilon_group.values(),
-            *(v for v in claims if not isinstance(v, dict)),
-        ]
-        claims += [self.composition]
-        if not self.formal_guarantee and any(value not in (None, ()) for value in claims):
+        named = [*numbers, *self.plan.items(), *self.opened.items()]
+        claims = [value for name, value in named if "epsilon" in name and name != "epsilon_group"]
+        claims += [self.epsilon, self.composition, numbers.attack, *numbers.epsilon_group.values()]
+        if not self.formal_guarantee and any(value is not None for value in claims):
             raise ValueError("a card without a formal guarantee holds no epsilon")
         return self
 

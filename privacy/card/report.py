@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+from collections import Counter
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,11 +24,11 @@ from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import hash_line, is_torn
 from ..ledger.claim import composed_epsilon, states_behind
-from ..ledger.records import LedgerState, noise_multiplier_of, read_ledger_and_bytes
+from ..ledger.records import LedgerState, read_ledger_and_bytes
 from ..noise.refutation import noise_seen
 from ..plan.options import Clipping
 from . import model
-from .model import STATEMENTS, Head, PrivacyCard, Stated
+from .model import STATEMENTS, PrivacyCard, Stated
 
 GROUP_SIZES = (2, 5)
 CURVE_RATES = sorted({*np.geomspace(1e-5, 1, 101).tolist(), *FALSE_POSITIVE_RATES})
@@ -82,144 +83,102 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
         PrivacyStateRefused: a record of the ledger holds a value that its writer does not write.
     """
     state, plan, opened = snapshot.state, snapshot.state.plan, snapshot.state.opened
+    covered = "released_head" if "head" in opened else "released"
+    example = "one labelled example" if "head" in opened else "one image-text pair"
+    checkpoints = snapshot.of_type("checkpoint")
+    carried = _composition(snapshot.run_dir, state)
+    numbers = _accounting(snapshot)
+    # Without privacy the ledger records no steps, only that the run has finished.
+    finished = plan.num_steps if state.closed == "finished" else None
     try:
-        head = Head.model_validate(opened["head"]) if "head" in opened else None
-        words, checkpoints = (
-            "released" if head is None else "released_head",
-            snapshot.of_type("checkpoint"),
-        )
-        last = checkpoints[-1] if checkpoints else None
-        deduplication, tuning = (
-            Stated(text=opened[key], file="ledger.jsonl", attested=True)
-            if opened.get(key)
-            else Stated()
-            for key in ("deduplication", "tuning")
-        )
-        carried = _composition(snapshot.run_dir, state)
-        numbers = _accounting(snapshot)
-        # Without privacy the ledger records no steps, only that the run has finished.
-        finished = plan.num_steps if state.closed == "finished" else None
         card = PrivacyCard(
             formal_guarantee=plan.formal_guarantee,
             reasons=plan.reasons,
             epsilon=numbers.epsilon if carried is None else carried.epsilon,
             delta=plan.target_delta if carried is None else carried.delta,
-            composition=carried,
             steps_done=state.last_done_step if plan.enabled else finished,
             steps_planned=plan.num_steps,
             attempts_charged=state.num_charged,
             warnings=(),
-            not_stated=(),
-            released=model.Released(
-                statement=STATEMENTS[
-                    words if plan.formal_guarantee else "released_without_guarantee"
-                ],
-                checkpoints_recorded=len(checkpoints),
-                last_checkpoint=None
-                if last is None
-                else model.Checkpoint(
-                    step=last["step"], name=last.get("path"), manifest_sha256=last["digest"]
-                ),
+            ledger=model.LedgerFile(lines=state.num_lines, last_line_sha256=snapshot.last_hash),
+            opened=_without(opened, "plan"),
+            plan=_without(opened["plan"], "target_epsilon"),
+            sessions=tuple(_session(record) for record in snapshot.of_type("session")),
+            closed=state.closed,
+            checkpoints_recorded=len(checkpoints),
+            last_checkpoint=checkpoints[-1] if checkpoints else None,
+            released=STATEMENTS[covered if plan.formal_guarantee else "released_without_guarantee"],
+            unit=opened.get("unit", example),
+            declared=model.Declared(
+                **{
+                    name: Stated(text=opened[name], file="ledger.jsonl", attested=True)
+                    for name in ("deduplication", "tuning")
+                    if opened.get(name)
+                }
             ),
-            unit_of_privacy=model.UnitOfPrivacy(
-                unit=opened.get(
-                    "unit", "one image-text pair" if head is None else "one labelled example"
-                ),
-                num_examples=plan.num_examples,
-                deduplication=deduplication,
-            ),
-            plan={
-                name: value for name, value in opened["plan"].items() if name != "target_epsilon"
-            },
-            mechanism=_mechanism(snapshot, head),
-            sampling=_sampling(snapshot, head),
+            mechanism=_mechanism(snapshot),
+            sampling=_sampling(snapshot),
             accounting=numbers,
-            tuning=model.Tuning(stated=tuning, shared_ledger=opened.get("shared_ledger")),
-            provenance=_provenance(snapshot),
+            composition=carried,
         )
     except ValidationError as error:
         first, place = error.errors()[0], ".".join(map(str, error.errors()[0]["loc"]))
         raise PrivacyStateRefused(
             f"{name}: the ledger gives {first['input']!r:.80} for {place} of the privacy card: {first['msg']}"
         ) from error
-    return with_files(card.updated(warnings=_warnings(card, snapshot)))
+    return card.updated(warnings=_warnings(card, snapshot))
 
 
-def with_files(card: PrivacyCard, **changes: object) -> PrivacyCard:
-    """The card with what other files add, and the list of what nobody states in it."""
-    card = card.updated(**changes)
-    stated = dict(card.unit_of_privacy.data_set) | {
-        "removal of near-duplicates": card.unit_of_privacy.deduplication,
-        "choice of hyper-parameters": card.tuning.stated,
-    }
-    return card.updated(not_stated=tuple(what for what, words in stated.items() if not words.text))
+def _without(record: dict[str, Any], left_out: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != left_out}
 
 
-def _mechanism(snapshot: LedgerSnapshot, head: Head | None) -> model.Mechanism:
-    """What is done to the data. Two mechanisms write ledgers: DP-SGD, and the private heads of evaluation/private_head/."""
-    plan = snapshot.state.plan
-    released: dict[str, list[dict[str, Any]]] = {}
-    for release in (
-        release for intent in snapshot.of_type("intent") for release in intent["releases"]
-    ):
-        released.setdefault(release["name"], []).append(release)
-    bounds = {name: [one["sensitivity"] for one in found] for name, found in released.items()}
-    releases = tuple(
-        model.Release(
-            name=name,
-            count=len(found),
-            smallest_noise_multiplier=min(noise_multiplier_of([one]) for one in found),
-            smallest_sensitivity=min(bounds[name]),
-            largest_sensitivity=max(bounds[name]),
-            last_sensitivity=bounds[name][-1],
-        )
-        for name, found in released.items()
+def _session(record: dict[str, Any]) -> model.Session:
+    """Returns a start without its command line, which may name private folders."""
+    stated = record["environment"]
+    versions = {name: stated.get(name) for name in ("commit", "modified", "python", "packages")}
+    return model.Session(mirror=record["mirror"], **versions)
+
+
+def _mechanism(snapshot: LedgerSnapshot) -> model.Mechanism:
+    """Says what is done to the data, by DP-SGD or by a private head (evaluation/private_head/)."""
+    plan, head = snapshot.state.plan, snapshot.state.opened.get("head")
+    releases = Counter(
+        tuple(release.items())
+        for intent in snapshot.of_type("intent")
+        for release in intent["releases"]
     )
+    settings: list[tuple[str, str]] = []
     if head is not None:
-        name, statement = (
-            f"{head.method}: a linear head from noised statistics of features",
-            STATEMENTS["head"],
-        )
-    elif plan.enabled:
+        name = f"{head['method']}: a linear head from noised statistics of features"
+        statement = STATEMENTS["head"]
+    else:
+        settings = [row for option in plan.options.values() for row in option.rows(plan)]
+        name, statement = "No mechanism", STATEMENTS["no_mechanism"]
+    if head is None and plan.enabled:
         name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
         clipping = plan.options["clipping_function"]
         assert isinstance(clipping, Clipping)
         sentences = [STATEMENTS["dp_sgd"].format(clipped=clipping.clipped)]
         sentences += [option.statement for option in plan.options.values()]
         statement = " ".join(filter(None, sentences))
-    else:
-        name, statement = "No mechanism", STATEMENTS["no_mechanism"]
     return model.Mechanism(
         name=name,
-        head=head,
-        noise_multiplier_accounted=plan.effective_noise_multiplier,
-        settings=()
-        if head is not None
-        else [row for option in plan.options.values() for row in option.rows(plan)],
-        releases=releases,
         statement=statement,
+        settings=tuple(settings),
+        noise_multiplier_accounted=plan.effective_noise_multiplier,
+        releases=tuple({**dict(release), "count": count} for release, count in releases.items()),
         drawn_noise=noise_seen(snapshot.records)[0],
     )
 
 
-def _sampling(snapshot: LedgerSnapshot, head: Head | None) -> model.Sampling:
-    plan, opened = snapshot.state.plan, snapshot.state.opened
-    if head is not None:
-        statement = STATEMENTS["full_batch"]
-    else:
-        unsure = (
-            ""
-            if plan.formal_guarantee
-            else "The plan says this, unless a reason above says otherwise."
-        )
-        sentences = [option.sampling_statement for option in reversed(plan.options.values())]
-        statement = " ".join(filter(None, [unsure, *sentences]))
-    return model.Sampling(
-        scheme=plan.options["sampling"].name if head is None else "full batch",
-        key_commitment_sha256=opened["key_commitment"],
-        data_hmac_sha256=opened.get("data_hmac"),
-        statement=statement,
-    )
+def _sampling(snapshot: LedgerSnapshot) -> str:
+    plan = snapshot.state.plan
+    if "head" in snapshot.state.opened:
+        return str(STATEMENTS["full_batch"])
+    unsure = "The plan says this, unless a reason above says otherwise."
+    sentences = [option.sampling_statement for option in reversed(plan.options.values())]
+    return " ".join(filter(None, ["" if plan.formal_guarantee else unsure, *sentences]))
 
 
 def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
@@ -238,12 +197,10 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     numbers = model.Accounting(
         delta=plan.target_delta,
         attempts=attempts,
-        accountant_at_opening=state.opened.get("accountant"),
         accountant=accounting.accountant_version(),
         accountant_python=platform.python_version(),
         epsilon_group=dict.fromkeys(map(str, GROUP_SIZES)),
         statement=STATEMENTS[used if plan.formal_guarantee else "no_account"],
-        max_examples_per_owner=state.opened.get("max_examples_per_owner"),
     )
     if not plan.formal_guarantee:
         return numbers
@@ -273,7 +230,7 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
     # Below that delta the claim is by RDP, and the others are not trusted.
     if delta < accounting.PLD_SMALLEST_DELTA:
         return numbers
-    owner, bracket = numbers.max_examples_per_owner, None
+    owner, bracket = state.opened.get("max_examples_per_owner"), None
     with contextlib.suppress(accounting.CrossCheckUnavailable):
         lower, _, upper = accounting.epsilon_prv(groups, delta)
         bracket = (lower, upper)
@@ -332,29 +289,10 @@ def _composition(run_dir: Path, state: LedgerState) -> model.Composition | None:
     )
 
 
-def _provenance(snapshot: LedgerSnapshot) -> model.Provenance:
-    opened, sessions = snapshot.state.opened, []
-    for record in snapshot.of_type("session"):
-        said = environment if isinstance(environment := record.get("environment"), dict) else {}
-        known = {key: said.get(key) for key in ("commit", "modified", "python", "packages")}
-        sessions.append(model.Session(mirror=record["mirror"], **known))
-    ledger = model.LedgerFile(
-        format=opened["format"],
-        lines=snapshot.state.num_lines,
-        last_line_sha256=snapshot.last_hash,
-        mirrored_sessions=sum(session.mirror for session in sessions),
-    )
-    when = {"opened_utc": opened["time_utc"], "closed": snapshot.state.closed}
-    return model.Provenance(
-        commit=opened.get("commit"), ledger=ledger, sessions=tuple(sessions), **when
-    )
-
-
 def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     """What an auditor should not overlook, one sentence each."""
-    numbers, provenance, n = card.accounting, card.provenance, card.unit_of_privacy.num_examples
-    found = []
-    if useless := useless_delta(card.delta, n):
+    numbers, found = card.accounting, []
+    if useless := useless_delta(card.delta, snapshot.state.plan.num_examples):
         found.append(f"The {useless}.")
     if refuted := noise_seen(snapshot.records)[1]:
         found.append(
@@ -383,23 +321,20 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     if not snapshot.state.mirrored:
         found.append(STATEMENTS["no_mirror"])
     modified = [
-        str(number)
-        for number, session in enumerate(provenance.sessions, start=1)
-        if session.modified
+        str(number) for number, session in enumerate(card.sessions, start=1) if session.modified
     ]
     if modified:
         found.append(
             f"The code had uncommitted changes in session {', '.join(modified)}: no commit identifies it."
         )
-    if (
-        provenance.sessions
-        and len({session.commit for session in provenance.sessions} | {provenance.commit}) > 1
-    ):
+    commits = {session.commit for session in card.sessions}
+    if card.sessions and len(commits | {card.opened.get("commit")}) > 1:
         found.append(
             "The sessions ran different commits of the code, or not all commits are known."
         )
-    if numbers.accountant_at_opening not in (None, numbers.accountant):
+    planned_with = card.opened.get("accountant")
+    if planned_with not in (None, numbers.accountant):
         found.append(
-            f"The run was planned with {numbers.accountant_at_opening}; this card uses {numbers.accountant}."
+            f"The run was planned with {planned_with}; this card uses {numbers.accountant}."
         )
     return found

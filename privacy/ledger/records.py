@@ -64,6 +64,9 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "commit?": str,
         "accountant?": str,
         "unit?": str,
+        "deduplication?": str,
+        "tuning?": str,
+        "disjoint_from_start?": bool,
         "shared_ledger?": (str, type(None)),
         "head?": dict,
         "behind?": list,
@@ -92,6 +95,12 @@ _FIELDS: dict[str, dict[str, Kind]] = {
 }
 _BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_count, "hash": is_hex}
 """How `open` names the ledger of a private run behind the initial weights."""
+_HEAD: dict[str, Kind] = {
+    "method": str,
+    "num_classes": is_positive,
+    "covers?": (str, type(None)),
+}
+"""What `open` says of a private head (evaluation/private_head/), beside the options of its method."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,8 @@ class LedgerState(ChainState):
                 )
                 for place in record.get("behind", []):
                     require_fields({"type": "behind"} | place, _BEHIND)
+                if "head" in record:
+                    require_fields({"type": "head"} | record["head"], _HEAD, exact=False)
                 try:
                     recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
                 except PrivacyConfigError as error:

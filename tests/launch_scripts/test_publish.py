@@ -87,12 +87,7 @@ def published(
 
 def ledger_of(run: Path) -> LedgerFile:
     snapshot = read_snapshot(run / "ledger.jsonl")
-    return LedgerFile(
-        format=1,
-        lines=snapshot.state.num_lines,
-        last_line_sha256=snapshot.last_hash,
-        mirrored_sessions=0,
-    )
+    return LedgerFile(lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash)
 
 
 def files(found: dict[str, tuple[bytes, int, float]]) -> list[str]:

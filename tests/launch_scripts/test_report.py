@@ -95,7 +95,7 @@ def test_json_is_one_object_and_equals_the_file(run_dir):
         (2, 6.25),
     ]
     assert card.utility.attested is False
-    assert card.released.last_checkpoint.manifest_matches is True
+    assert card.manifest_matches is True
     assert "privacy_card.md" in done.stderr
     assert (run_dir / "ledger.jsonl").read_bytes() == before
 
@@ -147,7 +147,7 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
         with owner.joined(run, name, plan, fixed_in_advance=True):
             pass
     card = build_card(run_dir)
-    assert [run["is_this_run"] for run in card.tuning.shared_summary["runs"]] == [True, False]
+    assert [run["is_this_run"] for run in card.shared_ledger["runs"]] == [True, False]
     page = write_card(run_dir, card)[2].read_text()
     assert (
         "this (this run)" in page
@@ -160,7 +160,7 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     ):  # cut short; not one at all
         owner.path.write_text(damaged)
         card = build_card(run_dir)
-        assert card.tuning.shared_summary is None
+        assert card.shared_ledger is None
         assert any("cannot be read, or is broken" in line for line in card.warnings)
 
 
@@ -176,7 +176,7 @@ def test_changed_manifest_is_noticed(run_dir):
         '{"initialisation": {"kind": "imported"}}'
     )
     card = build_card(run_dir)
-    assert card.released.last_checkpoint.manifest_matches is False
+    assert card.manifest_matches is False
     assert card.public_data.attested is False
     assert any("manifest" in line for line in card.warnings)
 

@@ -259,7 +259,7 @@ train.num_steps = 2
     ]
     assert count(folder.run("seed-2"), "intent") == 0
     card = build_card(folder.run("seed-0"))
-    assert "one of 3 runs of study private" in card.tuning.stated.text
-    assert [run["name"] for run in card.tuning.shared_summary["runs"]] == ["seed-0", "seed-1"]
+    assert "one of 3 runs of study private" in card.declared.tuning.text
+    assert [run["name"] for run in card.shared_ledger["runs"]] == ["seed-0", "seed-1"]
     again = alone(["run", str(study), "--study_dir", str(folder.root)], script=STUDY)
     assert again.returncode == 3

@@ -123,7 +123,7 @@ def test_two_values_are_printed_stamped_and_checked_by_the_printed_command(
 def test_no_stamp_is_one_line_before_anything_is_published(
     place: str, authority: tuple[str, Path], tmp_path: Path
 ) -> None:
-    ledger = LedgerFile(format=1, lines=3, last_line_sha256="ab" * 32, mirrored_sessions=0)
+    ledger = LedgerFile(lines=3, last_line_sha256="ab" * 32)
     with pytest.raises(ConfigError, match="nothing was published") as error:
         fingerprint(tmp_path, ledger, place.format(address=authority[0]))
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())

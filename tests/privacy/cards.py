@@ -14,6 +14,7 @@ from privacy.card.report import make_card, read_snapshot
 
 PLAN = {
     "max_grad_norm": 1.0,
+    "num_examples": 2000,
     "noise_multiplier": 4.0,
     "sensitivity_slack": 1e-3,
     "sample_rate": 0.05,
@@ -21,7 +22,6 @@ PLAN = {
     "cap": 180,
 }
 NUMBERS: dict[str, Any] = {
-    "num_examples": 2000,
     "delta": 1e-5,
     "noise_tail_delta": 1e-15,
     "attempts_charged": 4,
@@ -32,9 +32,6 @@ NUMBERS: dict[str, Any] = {
     "true_positive": {"0.01": 0.02},
     "advantage": 0.1,
     "curve": ((1e-5, 1e-4), (0.01, 0.02), (1.0, 1.0)),
-    "smallest_sensitivity": 0.5,
-    "largest_sensitivity": 1.5,
-    "last_sensitivity": 0.75,
     "loss": 6.5,
     "blind_loss": 5.75,
     "shuffled_loss": 7.25,
@@ -75,10 +72,25 @@ def full_card(
         "reasons": (),
         "warnings": (statement,),
         "statement": statement,
-        "plan": {**PLAN, "clipping_function": text},
+        "released": statement,
+        "sampling": statement,
+        "opened": {
+            "format": 1,
+            "time_utc": text,
+            "commit": text,
+            "accountant": text,
+            "key_commitment": text,
+            "data_hmac": text,
+            "shared_ledger": text,
+            "max_examples_per_owner": 3,
+            "head": {"method": text, "num_classes": 3, "covers": text, key: text},
+        },
+        "plan": {**PLAN, "sampling": text},
+        "releases": ({"name": text, "std": 6.0, "sensitivity": 1.5, "count": 3},),
+        "last_checkpoint": {"step": 3, "path": text, "digest": text},
         "packages": {key: text},
         "facts": {key: text, "start": {key: text}},
-        "shared_summary": {
+        "shared_ledger": {
             "epsilon": 5.0,
             "delta": 1e-4,
             "unit": text,
@@ -88,6 +100,9 @@ def full_card(
             "informal_runs": [{"name": text, "reason": text}],
         },
     }
+
+    if not with_head:
+        del given["opened"]["head"]
 
     def value(kind: Any, name: str) -> Any:
         if name in given:
@@ -109,11 +124,9 @@ def full_card(
 
     def part_of(kind: type[BaseModel]) -> Any:
         values = {name: value(field.annotation, name) for name, field in kind.model_fields.items()}
-        if kind.__name__ == "Mechanism" and not with_head:
-            values["head"] = None
         if kind.__name__ == "Session":  # of a commit the page shows the first letters
             values["commit"] = "c0ffee"
-        return kind(**values, **({key: text} if kind.__name__ == "Head" else {}))
+        return kind(**values)
 
     card: PrivacyCard = part_of(PrivacyCard)
     return card

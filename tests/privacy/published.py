@@ -214,18 +214,16 @@ def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
     card = folder / "report" / "privacy_card.json"
     if card.exists():
         content = json.loads(card.read_text())
-        content["provenance"]["ledger"] |= {
+        content["ledger"] |= {
             "lines": len(lines),
             "last_line_sha256": hash_line(lines[-1]),
         }
         kinds = [record["type"] for record in records]
-        content["provenance"]["sessions"] = content["provenance"]["sessions"][
-            : kinds.count("session")
-        ]
-        content["released"]["checkpoints_recorded"] = kinds.count("checkpoint")
+        content["sessions"] = content["sessions"][: kinds.count("session")]
+        content["checkpoints_recorded"] = kinds.count("checkpoint")
         if manifests := sorted((folder / "checkpoints").glob("step-*/manifest.json")):
             digest = hashlib.sha256(manifests[-1].read_bytes()).hexdigest()
-            content["released"]["last_checkpoint"]["manifest_sha256"] = digest
+            content["last_checkpoint"]["digest"] = digest
         card.write_text(json.dumps(content))
         for page in card.parent.glob("privacy_card.[mh]*"):  # which the forger would make anew
             page.unlink()

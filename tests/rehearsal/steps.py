@@ -257,8 +257,8 @@ def card(run: Run, at: int) -> dict[str, Any]:
         kinds["done"],
         0,
     )
-    assert len(made["provenance"]["sessions"]) == kinds["session"]
-    assert made["released"]["checkpoints_recorded"] == kinds["checkpoint"]
+    assert len(made["sessions"]) == kinds["session"]
+    assert made["checkpoints_recorded"] == kinds["checkpoint"]
     assert not [line for line in made["warnings"] if "noise" in line or "claim" in line], made[
         "warnings"
     ]

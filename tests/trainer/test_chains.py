@@ -169,7 +169,7 @@ def test_declared_disjoint_the_larger_side_counts_and_the_declaration_is_named(
 
 def verified(run_dir: Path, tmp_path: Path, capsys: Any, *, with_card: bool) -> dict[str, Any]:
     folder = tmp_path / "published"
-    publish(run_dir, folder, card_of(run_dir).provenance.ledger)
+    publish(run_dir, folder, card_of(run_dir).ledger)
     if not with_card:
         shutil.rmtree(folder / "report")
     code = verify.main([str(folder), "--json"])

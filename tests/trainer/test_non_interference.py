@@ -191,12 +191,8 @@ def train_and_publish(
             report(ReportOptions(run_dir=run, publish=tmp_path / "published"))
         else:  # a card takes seconds
             snapshot = read_snapshot(run / "ledger.jsonl")
-            facts = {
-                "format": 1,
-                "lines": snapshot.state.num_lines,
-                "last_line_sha256": snapshot.last_hash,
-            }
-            publish(run, tmp_path / "published", LedgerFile(**facts, mirrored_sessions=0))
+            ledger = LedgerFile(lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash)
+            publish(run, tmp_path / "published", ledger)
     found = {}
     for path in sorted((tmp_path / "published").rglob("*")):
         status, name = path.stat(), path.relative_to(tmp_path / "published").as_posix()

@@ -355,12 +355,7 @@ def test_mirror_and_shared_ledger_are_files_of_their_own_elsewhere(
 
 def published(folder: Path, target: Path) -> None:
     snapshot = read_snapshot(folder / LINES)
-    ledger = LedgerFile(
-        format=1,
-        lines=snapshot.state.num_lines,
-        last_line_sha256=snapshot.last_hash,
-        mirrored_sessions=0,
-    )
+    ledger = LedgerFile(lines=snapshot.state.num_lines, last_line_sha256=snapshot.last_hash)
     publish(folder, target, ledger)
 
 

@@ -316,10 +316,31 @@ def test_every_change_of_a_card_s_claim_plan_and_counts_is_violated(
         "accounting.epsilon",
     }
     mechanism = {f"plan.{field}" for field in PLAN.frozen_fields()} - {"plan.target_epsilon"}
-    assert (
-        claim | mechanism | {"unit_of_privacy.num_examples", "provenance.ledger.lines"}
-        <= expected.keys()
-    )
+    assert claim | mechanism | {"opened.key_commitment", "ledger.lines"} <= expected.keys()
+
+
+def test_a_card_of_version_0_1_is_compared_at_its_own_places(
+    published: Callable[[str], Path], judge: Judge, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(published("plain"), tmp_path / "run"))
+    path = folder / "report/privacy_card.json"
+    card = json.loads(path.read_text())
+    ledger, opened = card.pop("ledger"), card.pop("opened")
+    card |= {
+        "card_format": 3,
+        "adjacency": "zero_out",
+        "unit_of_privacy": {"num_examples": card["plan"]["num_examples"]},
+        "sampling": {"key_commitment_sha256": opened["key_commitment"]},
+        "provenance": {"ledger": ledger},
+    }
+    path.write_text(json.dumps(card))
+    code, found = judge(folder)
+    assert code == 0, sentences(found) + sentences(found, "inconclusive")
+    for where in (*verify.PLACES_OF_FORMAT_3, "plan.noise_multiplier", "epsilon"):
+        with changed(card, tuple(where.split(".")), 0) as forged:
+            path.write_text(json.dumps(forged))
+        code, found = judge(folder)
+        assert code == 5 and f"the card's {where} is 0" in sentences(found), where
 
 
 # The parts of a folder that epsilon depends on are the plan, charges and `behind` of ledger.jsonl. What else states one of them:
