@@ -148,24 +148,24 @@ def _mechanism(snapshot: LedgerSnapshot) -> model.Mechanism:
         for intent in snapshot.of_type("intent")
         for release in intent["releases"]
     )
-    settings: list[tuple[str, str]] = []
     if head is not None:
         name = f"{head['method']}: a linear head from noised statistics of features"
         statement = STATEMENTS["head"]
-    else:
-        settings = [row for option in plan.options.values() for row in option.rows(plan)]
-        name, statement = "No mechanism", STATEMENTS["no_mechanism"]
-    if head is None and plan.enabled:
+    elif plan.enabled:
         name = "DP-SGD: per-example clipping, Gaussian noise (Abadi et al. 2016); any optimizer is post-processing"
         clipping = plan.options["clipping_function"]
         assert isinstance(clipping, Clipping)
         sentences = [STATEMENTS["dp_sgd"].format(clipped=clipping.clipped)]
         sentences += [option.statement for option in plan.options.values()]
         statement = " ".join(filter(None, sentences))
+    else:
+        name = "No mechanism"
+        statement = STATEMENTS["no_mechanism"]
+    options = plan.options.values() if head is None else ()
     return model.Mechanism(
         name=name,
         statement=statement,
-        settings=tuple(settings),
+        settings=tuple(row for option in options for row in option.rows(plan)),
         noise_multiplier_accounted=plan.effective_noise_multiplier,
         releases=tuple({**dict(release), "count": count} for release, count in releases.items()),
         drawn_noise=noise_seen(snapshot.records)[0],

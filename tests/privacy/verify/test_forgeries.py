@@ -62,7 +62,7 @@ REWRITTEN: dict[str, tuple[Callable[[Records], Any], str]] = {
     "another cap": (plan_of(cap=None), "plan: config.toml asks for cap"),
     "another sampling key": (
         lambda records: records[0].update(key_commitment="cd" * 32),
-        "card: the card's sampling.key",
+        "card: the card's opened.key",
     ),
     "half of a norm": (
         of_kind("done", lambda one: one.update(noised_norm=one["noised_norm"] / 2)),
