@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_map
 
-from privacy.arithmetic import fused
 from privacy.clipping import ClippedSum
+from privacy.numerics import fused
 from privacy.step.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]

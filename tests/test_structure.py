@@ -231,7 +231,7 @@ def test_a_plan_knows_nothing_of_the_mechanism() -> None:
 
 
 MECHANISM = (
-    "arithmetic",
+    "numerics",
     "ranks",
     "sampling",
     "sums",
@@ -405,4 +405,4 @@ def test_a_new_field_of_the_step_fails_types_wherever_a_mechanism_is_built(tmp_p
         "planted" in line for line in errors if ": error:" in line
     ), done.stdout
     builders = {line.partition(":")[0] for line in errors if ": error:" in line}
-    assert builders == {"privacy/run/run.py"}, done.stdout
+    assert builders == {"privacy/run/mechanism.py"}, done.stdout

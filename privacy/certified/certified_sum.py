@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.precision import exact
 from ..clipping.clip_factors import ClippingFunction, MicroBatchStats, factors_of, flat
 from ..clipping.clipped_sum import ClippedSum, Parts
 from ..gradients.per_example_gradients import in_full
 from ..gradients.recorder import Task
+from ..numerics.precision import exact
 from ..plan.lattice import Lattice
 from ..sums.grid import EXAMPLES_PER_PART, Grid
 from ..sums.local import LocalSums, MakeAccumulator

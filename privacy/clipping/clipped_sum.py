@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.precision import exact, require_exact_products, wide_dtype
 from ..errors import PrivacyConfigError
 from ..gradients.compiled import compiled_weights
 from ..gradients.coverage import claims
@@ -37,6 +36,7 @@ from ..gradients.per_example_gradients import (
 )
 from ..gradients.recorder import Call, Forward, Recorder, Task
 from ..noise.rounded_normal import deviation_in_units
+from ..numerics.precision import exact, require_exact_products, wide_dtype
 from ..plan.limits import MOST_DEVIATION, SMALLEST_BOUND
 from ..plan.releases import Release, release_of_step
 from ..sums.grid import EXAMPLES_PER_PART, Grid

@@ -64,8 +64,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..arithmetic.precision import Norm
 from ..gradients.per_example_gradients import Contribution, Dense, fold_error, inner, is_short
+from ..numerics.precision import Norm
 from ..plan.releases import SENSITIVITY_SLACK
 from ..sums.grid import MOST_CANCELLED
 

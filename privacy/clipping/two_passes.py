@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.precision import exact, wide
 from ..errors import PrivacyConfigError
 from ..gradients.compiled import compiled_weights
 from ..gradients.module_state import writes_to
 from ..gradients.recorder import Call, Forward, Task
+from ..numerics.precision import exact, wide
 from .clip_factors import Factors, MicroBatchStats
 from .clipped_sum import (
     NOT_REPEATED,

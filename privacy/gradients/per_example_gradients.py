@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..arithmetic.fused import fused
-from ..arithmetic.precision import Norm, has_fp32_products_of_bf16, hidden, wide, wide_dtype
+from ..numerics.fused import fused
+from ..numerics.precision import Norm, has_fp32_products_of_bf16, hidden, wide, wide_dtype
 from ..sums.grid import EXAMPLES_PER_SUM, SHORT
 from ..sums.totals import Slot, blocks
 
@@ -330,7 +330,7 @@ def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tenso
     launches the same kernels. No library has a kernel that leaves good rows alone: to write every tensor again would cost 15 % of
     a step (counted in bytes, ViT-L in bf16). So one program a row overwrites it where it stands, and ends at once if it is good.
     """
-    from ..arithmetic.kernels import ROW_BLOCK, zero_excluded_rows
+    from ..numerics.kernels import ROW_BLOCK, zero_excluded_rows
 
     y = x[:0] if y is None else y
     if x.numel() + y.numel() > 0:

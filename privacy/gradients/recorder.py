@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-from ..arithmetic.precision import exact, wide
 from ..errors import PrivacyConfigError
+from ..numerics.precision import exact, wide
 from ..sums.grid import SHORT
 from . import compiled
 from .coverage import mixing_reason, reason_without_rule, refusal, rule_of

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..arithmetic.fused import fused
-from ..arithmetic.precision import wide
 from ..errors import PrivacyConfigError
+from ..numerics.fused import fused
+from ..numerics.precision import wide
 from .per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,

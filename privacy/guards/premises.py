@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..accounting.accountants import ReleaseGroup
-from ..arithmetic.precision import require_exact_products, wide_dtype
 from ..errors import PrivacyConfigError
 from ..noise.rounded_normal import deviation_in_units
+from ..numerics.precision import require_exact_products, wide_dtype
 from ..plan.limits import MOST_DEVIATION
 from ..plan.releases import SENSITIVITY_SLACK, Release
 from ..ranks import collectives

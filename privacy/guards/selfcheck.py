@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..arithmetic.precision import exact
 from ..clipping import SUMS, ClippedSum
 from ..clipping.clip_factors import ClippingFunction
 from ..clipping.clipped_sum import Mode
@@ -49,6 +48,7 @@ from ..gradients.coverage import rule_of
 from ..gradients.fallback import Fallback, Places, Uncovered, places_of, plan_of
 from ..gradients.raw_parameters import layouts
 from ..gradients.recorder import Task, plain_words
+from ..numerics.precision import exact
 from ..ranks.fsdp import put_away, whole
 from ..sums.grid import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
 from .conditions import NO_IDS, require_padding, require_unconditional, returning, tables_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..arithmetic.fused import fused
-from ..arithmetic.precision import has_fp32_products_of_bf16
+from ..numerics.fused import fused
+from ..numerics.precision import has_fp32_products_of_bf16
 from .grid import EXAMPLES_PER_SUM, MOST_CANCELLED, Layout, Unit, num_bytes
 
 NARROW = 32

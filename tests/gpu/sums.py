@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from models.captioner import build_captioner
 from models.config import captioner_config
-from privacy.arithmetic.fused import can_compile
 from privacy.clipping import SUMS
 from privacy.clipping.clipped_sum import Mode
 from privacy.guards.selfcheck import check_against_autograd
+from privacy.numerics.fused import can_compile
 from tests.gpu.checks import Check, Setting
 from tests.privacy.clipping import oracle, test_models, test_waits
 from tests.privacy.clipping.neighbours import Product

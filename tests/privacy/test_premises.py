@@ -20,12 +20,12 @@ from evaluation.private_head.rows import Rows
 from evaluation.private_head.run import head_plan, train_head
 from privacy import verify
 from privacy.accounting.accountants import ReleaseGroup
-from privacy.arithmetic import precision
 from privacy.clipping import ClippedSum
 from privacy.errors import PrivacyConfigError
 from privacy.guards import premises
 from privacy.guards.premises import NoisedSum, require_noised, require_premises
 from privacy.noise.source import SystemNoise
+from privacy.numerics import precision
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK, Release
 from privacy.plan.request import PlanRequest

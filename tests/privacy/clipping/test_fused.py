@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from privacy.arithmetic import fused
 from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clipped_sum import needs_blanking
 from privacy.clipping.norms import rounding
 from privacy.gradients import per_example_gradients as contributions
 from privacy.gradients.per_example_gradients import OuterProducts, blanked
 from privacy.gradients.rules import _layer_norm, _rms_norm
+from privacy.numerics import fused
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.sums.grid import Grid
 from privacy.sums.totals import Total

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from privacy.arithmetic import precision
-from privacy.arithmetic.precision import exact, has_fp32_products_of_bf16, require_exact_products
 from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.norms import NormTally
 from privacy.errors import PrivacyConfigError
 from privacy.gradients.per_example_gradients import OuterProducts
+from privacy.numerics import precision
+from privacy.numerics.precision import exact, has_fp32_products_of_bf16, require_exact_products
 
 CPU = torch.device("cpu")
 
