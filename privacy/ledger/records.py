@@ -346,6 +346,8 @@ def noise_multiplier_of(releases: object) -> float:
     for release in releases:
         if not isinstance(release, dict) or set(release) != {"name", "std", "sensitivity"}:
             raise LineRefused("a release has name, std and sensitivity")
+        if not isinstance(release["name"], str):
+            raise LineRefused("the name of a release is text")
         std, sensitivity = release["std"], release["sensitivity"]
         if not (is_number(std) and is_number(sensitivity) and std >= 0 and sensitivity > 0):
             raise LineRefused("std must be >= 0 and sensitivity > 0, both finite")

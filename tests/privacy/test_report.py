@@ -217,6 +217,14 @@ def test_a_ledger_that_states_what_no_card_can_hold_is_refused_in_one_line(tmp_p
     assert str(tmp_path / "ledger.jsonl") in str(error.value)
 
 
+@pytest.mark.parametrize("name", [3, ["gradient"], None])
+def test_a_release_whose_name_no_card_can_show_is_never_written(tmp_path, name):
+    with _create(tmp_path, opened={"head": {"method": "dp-ls", "num_classes": 2}}) as ledger:
+        ledger.start_session({})
+        with pytest.raises(PrivacyStateRefused, match="the name of a release is text"):
+            ledger.intent(1, 0, [{"name": name, "std": 4.0, "sensitivity": 1.0}])
+
+
 def test_a_cross_check_that_fails_is_a_warning(tmp_path, monkeypatch):
     def fail(*_):
         raise accounting.CrossCheckUnavailable("no quadrature")
