@@ -7,6 +7,7 @@ Collectives are counted twice: by the trainer's own counter and, independently o
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,12 @@ from privacy.sums.sharded import ShardedSums
 from privacy.sums.totals import Slot, real
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
-    NOT_CHARGED,
     NUM_EXAMPLES,
     NoLedger,
     a_mechanism,
     build,
     micro_batches,
+    not_charged,
     pairs,
 )
 
@@ -118,9 +119,9 @@ def _collectives(engine: Any, deal: tuple[int, ...]) -> dict[str, Any]:
             noise_multiplier=0.0,
         )  # type: ignore[arg-type]
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
-        run.ledger = StrictLedger()
+        charge = replace(not_charged(), ledger=StrictLedger())
         with Collectives() as seen:
-            train_step(run, NOT_CHARGED, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
+            train_step(run, charge, 1, iter(micro_batches(pairs(), deal)[:PER_STEP]))
         traffic = collectives.traffic
         assert seen.count("reduce") == 0, (
             "between CPUs a reduce-scatter is an exchange, and no engine reduces anything"

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,10 @@ from privacy.sums.sharded import ShardedSums
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
-    NOT_CHARGED,
     a_mechanism,
     build,
     micro_batches,
+    not_charged,
     pairs,
     tiny_captioner,
 )
@@ -166,9 +167,8 @@ def rank_noised(device: torch.device, cases: list[tuple[str, int]]) -> dict[Any,
             step(shards, **rest)
 
         engine.step = watched
-        mechanism = a_mechanism(engine, clipped, noise, 0.5, NUM_EXAMPLES)
-        mechanism.plan = plan
-        train_step(mechanism, NOT_CHARGED, 1, iter(dealt(list(range(NUM_EXAMPLES)))))
+        mechanism = replace(a_mechanism(engine, clipped, noise, 0.5, NUM_EXAMPLES), plan=plan)
+        train_step(mechanism, not_charged(), 1, iter(dealt(list(range(NUM_EXAMPLES)))))
         found[case] = sums, noise.draws, arrived
     return found
 

@@ -16,11 +16,11 @@ from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
-    NOT_CHARGED,
     NUM_EXAMPLES,
     a_mechanism,
     machine_settings,
     micro_batches,
+    not_charged,
     pairs,
     tiny_captioner,
     whole_parameters,
@@ -65,7 +65,7 @@ def rank_link(
     run = a_mechanism(wrapped, clipped, NamedNoise(wrapped, done + 1), SIGMA, NUM_EXAMPLES)
     deals = DEALS[collectives.world_size()]
     for step in range(done + 1, done + num_steps + 1):
-        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), deals[step % 2])))
+        train_step(run, not_charged(), step, iter(micro_batches(pairs(), deals[step % 2])))
     CheckpointWriter(folder, Retention(2)).save(
         done + num_steps, wrapped.state(), wrapped.shapes, {}
     )

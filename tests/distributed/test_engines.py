@@ -147,7 +147,9 @@ def a_mechanism(
     )
 
 
-NOT_CHARGED = Charge(NoLedger(), lambda step: OPTIMIZER.peak_lr, lambda step: None)
+def not_charged() -> Charge:
+    """A step of a run without a ledger."""
+    return Charge(NoLedger(), lambda step: OPTIMIZER.peak_lr, lambda step: None)
 
 
 def machine_settings(stage: int, **more: Any) -> MachineSettings:
@@ -231,7 +233,7 @@ def rank_three_steps(
         clipped = ClippedSum(engine.module, 1e9, shapes=engine.shapes, noise_multiplier=0.0)
         run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
         for step in (1, 2, 3):
-            train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), counts)))
+            train_step(run, not_charged(), step, iter(micro_batches(pairs(), counts)))
         is_whole = (name, stage) != ("deepspeed", 3)
         raw = (
             {n: p.detach().clone() for n, p in engine.module.named_parameters()}
@@ -276,7 +278,7 @@ def clipped_steps(engine: Engine, num_steps: int) -> dict[str, Tensor]:
     clipped = ClippedSum(engine.module, 1.0, shapes=engine.shapes, noise_multiplier=0.0)
     run = a_mechanism(engine, clipped, SystemNoise(), 0.0, NUM_EXAMPLES)
     for step in range(1, num_steps + 1):
-        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), (5, 2))))
+        train_step(run, not_charged(), step, iter(micro_batches(pairs(), (5, 2))))
     return whole_parameters(engine)
 
 

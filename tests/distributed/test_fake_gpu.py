@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from tests import fake_gpu
 from tests.distributed.ranks import free_port, quiet_environment, rank_environment
 from tests.distributed.test_engines import (
     MICRO_BATCH,
-    NOT_CHARGED,
     OPTIMIZER,
     a_mechanism,
     machine_settings,
     micro_batches,
+    not_charged,
     pairs,
     tiny_captioner,
 )
@@ -139,7 +140,7 @@ def step_with(wrong: str) -> str | None:
         ),
         "a tensor of the CPU": lambda **inputs: engine.module(**inputs) + torch.zeros(MICRO_BATCH),
     }
-    run.task = tasks.get(wrong, run.task)
+    run = replace(run, task=tasks.get(wrong, run.task))
     batches = micro_batches(pairs(), (7,))
     if wrong != "unpinned":
         batches = [
@@ -149,7 +150,7 @@ def step_with(wrong: str) -> str | None:
             for b in batches
         ]
     try:
-        train_step(run, NOT_CHARGED, 1, iter(batches))
+        train_step(run, not_charged(), 1, iter(batches))
     except RuntimeError as error:
         return str(error)
     return None

@@ -18,10 +18,10 @@ from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_accumulation import Collectives
 from tests.distributed.test_engines import (
-    NOT_CHARGED,
     a_mechanism,
     machine_settings,
     micro_batches,
+    not_charged,
     pairs,
     tiny_captioner,
     whole_parameters,
@@ -55,7 +55,7 @@ def a_noisy_step(engine: Engine, step: int) -> None:
         1.0,
         7,
     )
-    train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), (5, 2))))
+    train_step(run, not_charged(), step, iter(micro_batches(pairs(), (5, 2))))
 
 
 def rank_everything(device: torch.device) -> tuple[Any, Any]:

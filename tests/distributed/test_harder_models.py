@@ -21,12 +21,12 @@ from privacy.step.step import train_step
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
-    NOT_CHARGED,
     NUM_EXAMPLES,
     OPTIMIZER,
     a_mechanism,
     machine_settings,
     micro_batches,
+    not_charged,
     pairs,
     whole_parameters,
 )
@@ -89,7 +89,7 @@ def _tied_steps(device: torch.device, engine_name: str) -> dict[str, Any]:
     run = a_mechanism(engine, clipped, NamedNoise(engine), 0.5, NUM_EXAMPLES)
     examples = {**pairs(), "is_parallel_B": torch.arange(NUM_EXAMPLES) % 3 == 0}
     for step, counts in enumerate([(5, 2), (7, 0)], start=1):
-        train_step(run, NOT_CHARGED, step, iter(micro_batches(examples, counts)))
+        train_step(run, not_charged(), step, iter(micro_batches(examples, counts)))
     return {"trained": whole_parameters(engine)}
 
 
@@ -107,7 +107,7 @@ def _steps(device: torch.device, engine_name: str, mode: str) -> dict[str, Any]:
     )
     run = a_mechanism(engine, clipped, NamedNoise(engine), SIGMA, NUM_EXAMPLES)
     for step, counts in enumerate(DEALS[collectives.world_size()], start=1):
-        train_step(run, NOT_CHARGED, step, iter(micro_batches(labelled(), counts)))
+        train_step(run, not_charged(), step, iter(micro_batches(labelled(), counts)))
         with torch.no_grad():
             logits = engine.module(labelled()["images_BCHW"], output="logits")
     states = {state.piece.name for state in engine.state()}

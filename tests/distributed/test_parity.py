@@ -7,6 +7,7 @@ engines, `make test-all` the whole table. Many cases share one pair of rank proc
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +27,12 @@ from privacy.sums.totals import real
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
-    NOT_CHARGED,
     NUM_EXAMPLES,
     RecordedNoise,
     a_mechanism,
     machine_settings,
     micro_batches,
+    not_charged,
     pairs,
     tiny_captioner,
     whole_parameters,
@@ -138,9 +139,9 @@ def _steps(device: torch.device, case: Case, num_steps: int) -> dict[str, Tensor
         noise_multiplier=sigma,
     )
     run = a_mechanism(engine, clipped, NamedNoise(engine), sigma, NUM_EXAMPLES)
-    run.learning_rate = lambda step: OPTIMIZERS[case.optimizer].peak_lr
+    charge = replace(not_charged(), learning_rate=lambda step: OPTIMIZERS[case.optimizer].peak_lr)
     for step, counts in enumerate(DEALS[distributed.world_size()][:num_steps], start=1):
-        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), counts)))
+        train_step(run, charge, step, iter(micro_batches(pairs(), counts)))
     return whole_parameters(engine)
 
 
@@ -204,7 +205,7 @@ def _noised(device: torch.device, name: str) -> list[tuple[Piece, np.ndarray]]:
     for step in range(1, ROWS + 1):
         train_step(
             run,
-            NOT_CHARGED,
+            not_charged(),
             step,
             iter(micro_batches(pairs(), (0,) * distributed.world_size())[:1]),
         )
@@ -263,7 +264,7 @@ def _noise(device: torch.device, name: str, num_steps: int) -> tuple[np.ndarray,
         4,
     )
     for step in range(1, num_steps + 1):
-        train_step(run, NOT_CHARGED, step, iter(micro_batches(pairs(), (0, 0))[:1]))
+        train_step(run, not_charged(), step, iter(micro_batches(pairs(), (0, 0))[:1]))
     return torch.cat(noise.draws).numpy(), engine.layout.owned_by(distributed.rank())
 
 

@@ -12,9 +12,10 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from privacy.noise import rounded_normal
 from privacy.noise import source as noise
 from privacy.noise.rounded_normal import REJECTED, UNDECIDED, decide, draw_rounded_normal
-from privacy.noise.source import SystemNoise, rounded_normal
+from privacy.noise.source import SystemNoise
 
 MP = mpmath.MPContext()
 MP.prec = 400

@@ -112,7 +112,7 @@ def recorded(device: torch.device, folder: Path) -> tuple[AuditReport, Evidence]
         )
         part = SimpleNamespace(
             plan=run.plan,
-            parts=SimpleNamespace(engine=seen),
+            engine=seen,
             folder=SimpleNamespace(ledger=run.folder.ledger, key=run.folder.key),
             ledger=SimpleNamespace(opened=run.ledger.opened),
         )
