@@ -255,7 +255,7 @@ def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
     """The index in the cache, which is made or brought up to date where it does not fit.
 
     Raises:
-        DataError: there is no cache; or the shards are refused.
+        DataError: there is no cache; or the shards are refused, or one of them is named twice.
         ReadError: remote shards cannot be read.
     """
     shards = find_shards(pattern, Path.cwd())
@@ -271,6 +271,7 @@ def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
     except DataError:
         table = build_index(shards, folder, remote=RemoteOptions(), progress=True)
     table.require_shards(shards)
+    table.require_distinct_shards()
     return table
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from privacy.clipping import ClippedSum, MicroBatchStats
@@ -41,5 +42,9 @@ class Guarded:
     ) -> MicroBatchStats:
         """Refuses the micro-batch, or adds it."""
         self._guard.task = task
-        self._guard.require(inputs, self._clipped.device)
-        return self._clipped.add_micro_batch(task, inputs, is_padding_B)
+        stats = []
+        for rows in self._clipped.parts(len(is_padding_B)):
+            part = {name: x[rows] for name, x in inputs.items()}
+            self._guard.require(part, self._clipped.device)
+            stats.append(self._clipped.add_micro_batch(task, part, is_padding_B[rows]))
+        return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*stats, strict=True)))

@@ -211,6 +211,19 @@ class ExampleTable:
         first, last = np.searchsorted(self._last_S, (start, stop - 1), side="right").tolist()
         return [entry for entry in self.entries[first : last + 1] if entry.count]
 
+    def require_distinct_shards(self) -> None:
+        """
+        Raises:
+            DataError: two shards hold the same bytes: copies, or one file under two names.
+        """
+        first: dict[str, str] = {}
+        for entry in self.entries:
+            if (other := first.setdefault(entry.sha256, entry.name)) != entry.name:
+                raise DataError(
+                    f"shards {other} and {entry.name} hold the same bytes, so each of their examples would count twice and be "
+                    "protected as two are: name one of them only"
+                )
+
     def require_shards(self, shards: ShardSet) -> None:
         """Refuses an index of other shards: a changed pattern must never train on yesterday's files.
 

@@ -17,7 +17,8 @@ from ..errors import PrivacyConfigError
 from ..gradients.compiled import compiled_weights
 from ..gradients.module_state import writes_to
 from ..gradients.recorder import Call, Forward, Task
-from ..numerics.precision import exact, wide
+from ..numerics.precision import exact, wide, wide_dtype
+from ..sums.totals import blocks
 from .clip_factors import Factors, MicroBatchStats
 from .clipped_sum import (
     NOT_REPEATED,
@@ -28,6 +29,9 @@ from .clipped_sum import (
     require_unwritten,
 )
 
+MARKED_ENTRIES = 1 << 22
+"""Entries of a gradient that are multiplied at a time, to compare two passes: 16 MiB."""
+
 
 class TwoPassSum(ClippedSum):
     """`ClippedSum` by two passes: the same sum, guarantee and arguments, more time and less memory."""
@@ -35,6 +39,9 @@ class TwoPassSum(ClippedSum):
     mode = "two_pass"
 
     def __init__(self, model: nn.Module, max_grad_norm: float, **settings: Any) -> None:
+        self._directions: dict[int, Tensor] = {}
+        self._generator = torch.Generator()
+        self._generator.seed()
         super().__init__(model, max_grad_norm, **settings)
         self.keeps_graph = not compiled_weights(model) and all(
             has_whole_weight(p, self._shapes.get(name)) for name, p in model.named_parameters()
@@ -72,7 +79,7 @@ class TwoPassSum(ClippedSum):
         with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
             first = next(passes)
             tallies, writes = self._tallies(
-                first, observe=lambda call: first_marks.append(mark_of(call))
+                first, observe=lambda call: first_marks.append(self._mark_of(call))
             )
             require_unwritten(writes, "a backward of the model")
             with exact(first.loss_B.device):
@@ -83,9 +90,26 @@ class TwoPassSum(ClippedSum):
                 self.accumulator.filled(name)
 
             second = next(passes)
-            self._by_parameter(second, add, lambda call: second_marks.append(mark_of(call)))
+            self._by_parameter(second, add, lambda call: second_marks.append(self._mark_of(call)))
         self._compare(first_marks, second_marks, factors)
         return factors.stats(first.loss_B, is_padding_B)
+
+    def _mark_of(self, call: Call) -> Tensor:
+        """Returns (B,) a number for each example's gradient that a layer reports, by which two passes are compared.
+
+        It is the product with a random direction, drawn once for each number of entries: a norm would not see a sign. NaN reads
+        as -1.
+        """
+        rows_Bn = call.output_gradient.reshape(len(call.output_gradient), -1)
+        numel = rows_Bn.shape[1]
+        if numel not in self._directions:
+            direction_n = torch.randn(numel, generator=self._generator)
+            self._directions[numel] = direction_n.to(rows_Bn.device, wide_dtype(rows_Bn.dtype))
+        marks = [
+            (wide(rows_Bn[some]) * self._directions[numel]).sum(1)
+            for some in blocks(len(rows_Bn), max(1, MARKED_ENTRIES // max(1, numel)))
+        ]
+        return torch.cat(marks).nan_to_num(nan=-1.0)
 
     def _compare(self, first: list[Tensor], second: list[Tensor], factors: Factors) -> None:
         """Notes whether the two passes differ in an example that is summed.
@@ -97,6 +121,8 @@ class TwoPassSum(ClippedSum):
         """
         if len(first) != len(second):
             raise PrivacyConfigError(NOT_REPEATED)
+        if not first:  # the loss depends on no parameter
+            return
         differ = [
             ((mark_B != again_B) & factors.is_finite_B).any()
             for mark_B, again_B in zip(first, second, strict=True)
@@ -117,13 +143,6 @@ class TwoPassSum(ClippedSum):
         require_unwritten(writes, "the forward of the model")
         with self.recorder.forward(task, inputs, batch_size) as passed:
             yield passed
-
-
-def mark_of(call: Call) -> Tensor:
-    """Returns (B,) norms of the gradient that a layer reports, by which two passes are compared; NaN reads as -1."""
-    rows = call.output_gradient.reshape(len(call.output_gradient), -1)
-    norm_B: Tensor = torch.linalg.vector_norm(wide(rows), dim=1)
-    return norm_B.nan_to_num(nan=-1.0)
 
 
 def has_whole_weight(parameter: nn.Parameter, shape: torch.Size | None) -> bool:

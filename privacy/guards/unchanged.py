@@ -12,7 +12,7 @@ rows stay and all others change. Kernels give equal bits for equal shapes, so a 
 import enum
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ..gradients.fallback import plan_of
 from ..gradients.module_state import MODULE_ATTRIBUTES, modules_of
 from ..gradients.recorder import Task
 from ..ranks.fsdp import is_of_fsdp, put_away, whole
+from ..step.step import MicroBatch
 from .holders import untouched
 from .neighbours import Inputs, nothing_is_small, require_apart
 
@@ -41,14 +42,12 @@ HOW = (
 )
 
 
-class HasInputs(Protocol):
-    """A micro-batch, of which a guard reads names, dtypes and shapes."""
+class Part(NamedTuple):
+    """Some rows of a micro-batch; see `privacy.step.step.MicroBatch`."""
 
-    @property
-    def inputs(self) -> Mapping[str, Tensor]: ...
-
-
-AnyMicroBatch = TypeVar("AnyMicroBatch", bound=HasInputs)
+    inputs: Mapping[str, Tensor]
+    is_padding_B: Tensor
+    num_undecodable: int
 
 
 class Passed(NamedTuple):
@@ -86,9 +85,9 @@ class SelfChecked:
         self.made_for = clippable(model)
 
     def watched(
-        self, micro_batches: Iterator[AnyMicroBatch], device: torch.device, dtype: torch.dtype
-    ) -> Iterator[AnyMicroBatch]:
-        """Yields each micro-batch when the model may take it.
+        self, micro_batches: Iterator[MicroBatch], device: torch.device, dtype: torch.dtype
+    ) -> Iterator[Part]:
+        """Yields each part of a micro-batch that clipping goes through by itself, when the model may take it.
 
         Args:
             device: where the model computes, in `dtype`.
@@ -97,55 +96,47 @@ class SelfChecked:
             PrivacyConfigError: see `require`.
         """
         for micro_batch in micro_batches:
-            kinds = {
-                name: x.to("meta", dtype if x.is_floating_point() else None)
-                for name, x in micro_batch.inputs.items()
-            }
-            self.require(kinds, device)
-            yield micro_batch
+            num_undecodable = micro_batch.num_undecodable
+            for rows in self.clipped.parts(len(micro_batch.is_padding_B)):
+                inputs = {name: x[rows] for name, x in micro_batch.inputs.items()}
+                kinds = {
+                    name: x.to("meta", dtype if x.is_floating_point() else None)
+                    for name, x in inputs.items()
+                }
+                self.require(kinds, device)
+                yield Part(inputs, micro_batch.is_padding_B[rows], num_undecodable)
+                num_undecodable = 0
+
+    def require_model(self) -> None:
+        """Requires that the model is what it was when it passed with this task: before a charge, which follows the last forward.
+
+        Raises:
+            PrivacyConfigError: it has not passed, or has changed since.
+        """
+        put_away(self.model)
+        passed = [p for p in PASSED.get(self.model, []) if p.task() == self.task]
+        self._require_same(passed, structure(self.model, self.task))
 
     def require(self, inputs: Mapping[str, Tensor], device: torch.device) -> None:
         """Requires that the model has passed with this task, is what it was then, and keeps examples apart in these shapes.
 
-        Clipping goes through a large micro-batch in parts: the shapes are those of its parts.
-
         Args:
-            inputs: of one micro-batch; their dtypes and shapes alone are read, never their values.
+            inputs: of one part of a micro-batch; their dtypes and shapes alone are read, never their values.
 
         Raises:
             PrivacyConfigError: the model has not passed the self-check, or has changed since, or passed with something else; or
                 its examples influence one another in micro-batches of this size and these shapes.
         """
-        parts = self.clipped.parts(len(next(iter(inputs.values()))))
-        for size in dict.fromkeys(rows.stop - rows.start for rows in parts):
-            self._require_part({name: x[:size] for name, x in inputs.items()}, device)
-
-    def _require_part(self, inputs: Mapping[str, Tensor], device: torch.device) -> None:
         passed = self._passed_with(inputs)
         put_away(self.model)
         now = structure(self.model, self.task)
-        changed = [changes(p.structure, now) - p.moved for p in passed]
-        unchanged = [
-            p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))
-        ]
-        if not unchanged:
-            place = min(filter(_is_fixed, changed[-1]))
-            raise PrivacyConfigError(
-                f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
-                "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
-                f"{HOW}"
-            )
-        if clippable(self.model) != self.made_for:
-            raise PrivacyConfigError(
-                "since this sum was made, parameters of its model were frozen, unfrozen, exchanged, given another dtype or given "
-                "to the fallback: make a new one"
-            )
+        unchanged, changed = self._require_same(passed, now)
         # Engines add attributes of their own.
         recorded = {place for p in unchanged for place in p.structure}
         modules = dict(modules_of(self.model, self.task))
         settings = {
             (path, name)
-            for path, name in set[Place]().union(*changed)
+            for path, name in changed
             if not _is_fixed((path, name))
             and (
                 (path, name) in recorded
@@ -165,7 +156,29 @@ class SelfChecked:
         self._try(fitted(nearest.made_up, inputs, device), len(next(iter(inputs.values()))))
         nearest.tried.add(way)
 
-    def _passed_with(self, inputs: Mapping[str, Tensor]) -> "list[Passed]":
+    def _require_same(
+        self, passed: list[Passed], now: Structure
+    ) -> tuple[list[Passed], set[Place]]:
+        """Returns the passes since which nothing fixed has changed, and all places that have changed since any pass."""
+        changed = [changes(p.structure, now) - p.moved for p in passed]
+        unchanged = [
+            p for p, places in zip(passed, changed, strict=True) if not any(map(_is_fixed, places))
+        ]
+        if not unchanged:
+            place = min(filter(_is_fixed, changed[-1])) if changed else ("", "")
+            raise PrivacyConfigError(
+                f"since the self-check, {'.'.join(place).strip('.') or 'the model'} has changed (layers were exchanged, "
+                "frozen or unfrozen, given a hook, or model.train() or model.eval() was called): put it back, or check it anew: "
+                f"{HOW}"
+            )
+        if clippable(self.model) != self.made_for:
+            raise PrivacyConfigError(
+                "since this sum was made, parameters of its model were frozen, unfrozen, exchanged, given another dtype or given "
+                "to the fallback: make a new one"
+            )
+        return unchanged, set[Place]().union(*changed)
+
+    def _passed_with(self, inputs: Mapping[str, Tensor]) -> list[Passed]:
         """Returns what the model was when it passed with this task and inputs of these kinds."""
         recorded = PASSED.get(self.model, [])
         if not recorded:

@@ -348,12 +348,10 @@ class PrivateLoop:
                     "without learning_rate=, and one WeightAverage; do anything else between turns"
                 )
 
-    def _watched(self, step: Step) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of a step while the model is what passed the self-check."""
+    def _watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yields micro-batches, in parts, while the model is what passed the self-check."""
         engine = self._engine
-        return self._start.self_checked.watched(
-            step.micro_batches, engine.device, engine.compute_dtype
-        )
+        return self._start.self_checked.watched(micro_batches, engine.device, engine.compute_dtype)
 
     def step(self) -> StepResult:
         """Takes the next step. Collective.
@@ -396,7 +394,7 @@ class PrivateLoop:
             try:
                 step = next(self._steps, None)
                 if step is not None:
-                    record = self._run.take(step, self._watched(step))
+                    record = self._run.take(step, self._watched)
                     self._registered.move(number)
                     self._run.keep(step)
             except BaseException:

@@ -315,6 +315,7 @@ class OwnStart:
         """The caller's loss, items and rate have run: they have moved neither model and optimizer nor a scheduler."""
         self.registered.require_unmoved()
         self.engine.require_all_noised()
+        self.self_checked.require_model()
 
     def _stored(self) -> Stored:
         """Says what a checkpoint holds, and refuses one in which anything but the loop's own steps has written."""

@@ -105,6 +105,10 @@ class Start(Protocol):
         ...
 
 
+Through = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
+"""What a caller puts between the reader and the mechanism: it may look, stop or leave out, and adds no example."""
+
+
 @dataclass(eq=False)
 class Step:
     """One turn of the loop over a run: `Run.steps` deals it, and the caller takes and keeps it.
@@ -233,7 +237,7 @@ class Run:
         self.outcome: int | None = None
         self.resumed = resumed
         self._turn: Step | None = None
-        self._is_stopped = False
+        self._is_dealing = self._is_stopped = False
         self.mechanism, self.engine = parts.mechanism, parts.mechanism.engine
         self._charge = Charge(ledger, parts.learning_rate, parts.note_charge)
         self._batches = LogicalBatches(
@@ -266,10 +270,12 @@ class Run:
         that ends early is saved, too; `outcome` says why. A caller that leaves the loop by itself saves and ends nothing.
 
         Raises:
-            RuntimeError: the step of the last turn was not taken, or not kept.
+            RuntimeError: the step of the last turn was not taken, or not kept; or the steps were dealt before.
             WeightsNotFinite, CheckpointWriteError: the last step cannot be saved.
         """
-        last = self.plan.num_steps
+        if self._is_dealing:
+            raise RuntimeError("the steps of a run are dealt once: open the run again")
+        self._is_dealing, last = True, self.plan.num_steps
         with contextlib.closing(
             self.parts.read(self._batches.plans(self.step + 1, last))
         ) as reading:
@@ -298,11 +304,11 @@ class Run:
         """Asks for the end of the run before its next step; one rank that asks is enough."""
         self._is_stopped = True
 
-    def take(self, step: Step, micro_batches: Iterator[MicroBatch] | None = None) -> StepRecord:
+    def take(self, step: Step, through: Through | None = None) -> StepRecord:
         """Notes, charges and makes the step of this turn; see `train_step`. Collective.
 
         Args:
-            micro_batches: in place of the step's own.
+            through: is given the step's micro-batches, and gives those that the mechanism reads.
 
         Raises:
             StepDropped: before the intent, on all ranks: the step costs nothing, and the next turn ends the run.
@@ -312,8 +318,7 @@ class Run:
         step.state = "begun"
         # Before the intent, so that every charge has its private record of whom it was spent on.
         self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
-        if micro_batches is None:
-            micro_batches = step.micro_batches
+        micro_batches = step.micro_batches if through is None else through(step.micro_batches)
         try:
             record = train_step(self.mechanism, self._charge, step.number, micro_batches)
         except StepDropped:

@@ -370,7 +370,7 @@ class Tape:
             around.enter_context(mock.patch.object(run.engine, "step", watch))
             if is_killed:  # between the update and its `done`
                 around.enter_context(mock.patch.object(run.ledger, "done"))
-            run.take(step, self._batches(step.micro_batches))
+            run.take(step, self._batches)
         after = self._weights()
         self._end(step.number, before, after)
         self.is_finite = not collectives.on_any(not np.isfinite(after).all())[0]

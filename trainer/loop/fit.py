@@ -40,12 +40,9 @@ def fit(training: Training) -> int:
         for step in steps:
             trace.begin(step.number)
             distributed.note_progress(step.number)
-            micro_batches = step.micro_batches
-            if may_drop:
-                micro_batches = requests.droppable(micro_batches)
             try:
                 with requests.step():
-                    record = run.take(step, micro_batches)
+                    record = run.take(step, requests.droppable if may_drop else None)
                     if average is not None:
                         average.update(step.number)
                     reporter.step(step.number, record, clock.since(step.began))

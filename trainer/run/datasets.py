@@ -48,13 +48,7 @@ def training_table(config: RunConfig, folder: RunFolder, root: Path) -> ExampleT
     if len(table) == 0:
         raise DataError(f"{config.data.shards} holds no examples")
     if config.privacy.enabled:
-        first: dict[str, str] = {}
-        for entry in table.entries:
-            if (other := first.setdefault(entry.sha256, entry.name)) != entry.name:
-                raise DataError(
-                    f"shards {other} and {entry.name} hold the same bytes, so each of their examples would count twice and be "
-                    "protected as two are: take one of them away from data.shards"
-                )
+        table.require_distinct_shards()
     stated = config.data.num_examples
     if stated is not None and stated != len(table):
         raise DataError(

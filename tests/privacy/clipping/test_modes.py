@@ -51,10 +51,11 @@ def test_contract_6_two_pass_refuses_a_model_that_does_not_repeat(keeps_graph: b
 
 @pytest.mark.parametrize("keeps_graph", [True, False])
 @pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("ratio_4", [(2.0, 2.0, 2.0, 2.0), (1.0, -1.0, 1.0, -1.0)])
 def test_contract_6_no_later_micro_batch_makes_up_for_one_that_did_not_repeat(
-    keeps_graph: bool, number: int
+    keeps_graph: bool, number: int, ratio_4: tuple[float, ...]
 ) -> None:
-    """The sums of the whole logical batch are refused; the next one begins anew."""
+    """The sums of the whole logical batch are refused; the next one begins anew. Other signs leave every norm as it is."""
     model, count = nn.Linear(4, 4), itertools.count()
     total = TwoPassSum(model, 1.0)
     total.keeps_graph = keeps_graph
@@ -62,7 +63,7 @@ def test_contract_6_no_later_micro_batch_makes_up_for_one_that_did_not_repeat(
     def add(*, repeats: bool) -> None:
         def task(x: Tensor) -> Tensor:
             y = model(x)
-            y.register_hook(lambda g: g if repeats else g * (1 + next(count)))
+            y.register_hook(lambda g: g if repeats else g * torch.tensor(ratio_4) ** next(count))
             return y.sum(1)
 
         total.add_micro_batch(task, {"x": torch.randn(3, 4)}, torch.zeros(3, dtype=torch.bool))

@@ -880,3 +880,35 @@ def test_optimizers_that_a_resume_would_not_restore_are_refused(
     with quick(), pytest.raises(PrivacyConfigError, match="outside of the state of its parameters"):
         make(tmp_path / "run", model := net(), optimizer=Counts(model.parameters(), lr=0.1))
     assert not (tmp_path / "run/ledger.jsonl").exists()
+
+
+def mixed_by_a_hook(model: nn.Module) -> None:
+    model[0].register_forward_hook(lambda _layer, _inputs, output: output + output.mean(0))  # type: ignore[index,operator]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [mixed_by_a_hook, lambda model: model.eval(), lambda model: model[0].requires_grad_(False)],
+    ids=["a hook", "a mode", "a frozen layer"],
+)
+@pytest.mark.parametrize("in_the_last", [False, True], ids=["between parts", "in the last part"])
+def test_a_change_in_the_middle_of_a_micro_batch_is_refused_before_the_charge(
+    change: Callable[[nn.Module], object], in_the_last: bool, tmp_path: Path
+) -> None:
+    """Clipping goes through 2,100 rows in three parts: the model is looked at before each, and after the last."""
+    model, calls = net(), list[int]()
+    plain = cross_entropy(model)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(len(x))
+        if len(calls) == 1003 - (not in_the_last):
+            change(model)
+        return plain(x, y)
+
+    with quick(), make(tmp_path / "run", model, loss=loss, micro_batch_size=2100) as loop:
+        loop.step()
+        calls[:] = [0] * 1000
+        with pytest.raises(PrivacyConfigError, match=r"since the self-check|were frozen"):
+            loop.step()
+    assert calls[1000:] == [1024, 1024, 52][: 2 + in_the_last]
+    assert ledger_of(tmp_path / "run").num_charged == 1
