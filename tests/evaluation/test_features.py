@@ -183,6 +183,16 @@ def test_resize_then_crop_is_that_of_the_papers() -> None:
         check_options(opened_captioner().model, FeatureOptions(resize=12))
 
 
+def test_a_shard_under_two_names_is_refused(tmp_path: Path) -> None:
+    """Each of its examples would have two copies in a private head, and epsilon is for one."""
+    images, _ = pictures(2)
+    members = [(str(i), {"png": encode_png(images[i]), "cls": b"0"}) for i in range(2)]
+    write_shard(tmp_path / "x.tar", members)
+    (tmp_path / "y.tar").hardlink_to(tmp_path / "x.tar")
+    with pytest.raises(DataError, match=r"x\.tar and y\.tar hold the same bytes"):
+        open_source(f"shards:{tmp_path}/?.tar", LabelledOptions(cache=tmp_path / "cache"))
+
+
 def test_unusable_examples_keep_a_row_of_zeros(tmp_path: Path) -> None:
     images, labels = pictures(4)
     members: list[tuple[str, dict[str, bytes]]] = [

@@ -116,6 +116,8 @@ def test_a_turn_goes_from_the_step_to_its_checkpoint_in_the_hands_of_the_caller(
             assert run.step == run.saved == step.number
             assert ledger_of(folder).closed is None
         assert run.outcome == DONE
+        with pytest.raises(RuntimeError, match="dealt once"):
+            next(run.steps())
     assert ledger_of(folder).closed == "finished"
 
 
