@@ -58,7 +58,7 @@ READS_A_CLOCK = {
     "trainer/loop/metrics.py": "lines in private/",
     "trainer/loop/reporting.py": "memory, boxed as private; the time left, on the console",
     "trainer/loop/stopping.py": "deadlines",
-    "trainer/memory.py": "memory that made-up examples take, before private data are read",
+    "trainer/memory.py": "memory, for the clipping mode of a start: its numbers go to private/chosen.json and the console",
     "trainer/progress.py": "the console",
     "trainer/ranks/distributed.py": "how long a rank waits, said on the console",
     "trainer/ranks/heartbeat.py": "deadlines",
