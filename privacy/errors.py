@@ -33,6 +33,10 @@ class PrivacyStateRefused(RuntimeError):
     exit_code = 4
 
 
+class MixedExamples(PrivacyStateRefused):
+    """The loss of an example depended on others, so the run's guarantee does not hold."""
+
+
 class NotRecorded(PrivacyStateRefused):
     """A checkpoint is not the one that the ledger around it recorded."""
 

@@ -268,6 +268,12 @@ PLAN_FIELDS = {
 ADAPTIVE = "adaptive_clipping"
 """A field of version 0.1, null where C was constant."""
 NOISE_KIND = "noise_kind"
+MIXED_EXAMPLES = "mixed_examples"
+"""The reason of a `close` that takes the claim of the whole run back."""
+WHY_MIXED = (
+    "a check while the run trained found that losses or gradients of examples depended on other "
+    "examples, so no step of this run has a guarantee"
+)
 """A further field, "rounded": noise is whole steps of the sums, as the accountant's Gaussian rounded to them.
 Ledgers of version 0.1 lack it: there noise was made of doubles, but for certified arithmetic."""
 
@@ -588,7 +594,7 @@ FIELDS: dict[str, dict[str, Kind]] = {
     "checkpoint": {"step": is_whole, "path": str, "digest": is_hex},
     "repair": {"torn_lines": is_whole, "charged": is_whole},
     "close": {
-        "reason": lambda value: value in ("finished", "budget_spent", "stopped"),
+        "reason": lambda value: value in ("finished", "budget_spent", "stopped", MIXED_EXAMPLES),
         "num_charged": is_whole,
     },
 }
@@ -686,6 +692,11 @@ class Ledger:
     recorded: int | None = None
     waiting: list[bool] = field(default_factory=list)
     released: list[tuple[int, float, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Returns why nothing is claimed; an empty list where there is a claim."""
+        return [*self.plan.reasons, *([WHY_MIXED] if self.closed == MIXED_EXAMPLES else [])]
 
     def charged(self, num_lines: int | None = None) -> int:
         """The charges of the first lines, or of all."""
@@ -1140,7 +1151,7 @@ def check_behind(folder: Folder) -> str:
         ledger = read_ledger(folder.path / place["file"])
         same = (len(ledger.hashes), ledger.hashes[-1]) == (place["lines"], place["hash"])
         require(same, f"{place['file']} is not the one that the ledger names")
-        require(not ledger.plan.reasons, f"{place['file']} is of a run without a guarantee")
+        require(not ledger.reasons, f"{place['file']} is of a run without a guarantee")
         newer = {other.hashes[0] for other in (folder.ledger, *found)}
         require(
             ledger.hashes[0] not in newer, f"{place['file']} is of a run that the chain has already"
@@ -1194,8 +1205,8 @@ def epsilon_of(chain: list[Ledger], delta: float, count: int | None = None) -> f
 def check_epsilon(folder: Folder) -> str:
     ledger, plan = folder.ledger, folder.ledger.plan
     folder.delta = plan["target_delta"]
-    if plan.reasons:
-        return f"nothing is claimed: {shown('; '.join(plan.reasons))}"
+    if ledger.reasons:
+        return f"nothing is claimed: {shown('; '.join(ledger.reasons))}"
     alone = epsilon_of([ledger], plan["target_delta"])
     own = f"epsilon {rounded_up(alone)} at delta {plan['target_delta']:g} for {ledger.charged()} charged attempts"
     if folder.behind is None:
@@ -1218,8 +1229,8 @@ def card_fields(folder: Folder) -> dict[str, Any]:
     at, plan, delta = folder.ledger, folder.ledger.plan, folder.ledger.plan["target_delta"]
     finished = plan["num_steps"] if at.closed == "finished" else None
     card: dict[str, Any] = {
-        "formal_guarantee": not plan.reasons,
-        "reasons": list(plan.reasons),
+        "formal_guarantee": not at.reasons,
+        "reasons": list(at.reasons),
         "epsilon": None,
         "delta": folder.delta,
         "steps_done": at.furthest if plan["enabled"] else finished,
@@ -1238,7 +1249,7 @@ def card_fields(folder: Folder) -> dict[str, Any]:
         for name, value in at.opened["plan"].items()
         if name != "target_epsilon"
     }
-    if not plan.reasons:
+    if not at.reasons:
         counts = {
             "": at.charged(),
             "_planned": plan["num_steps"],
@@ -1253,7 +1264,7 @@ def card_fields(folder: Folder) -> dict[str, Any]:
             "accounting.noise_tail_delta": plan.noise_tail() or None,
             "accounting.epsilon_target": plan["target_epsilon"],
         }
-    if plan.reasons or not folder.behind:
+    if at.reasons or not folder.behind:
         return card | {"composition": None}
     card |= {"composition.epsilon": card["epsilon"], "composition.delta": folder.delta}
     places = [{"run": "this run", "file": "ledger.jsonl"}, *at.behind]
@@ -1318,7 +1329,7 @@ def compare(what: str, stated: Any, expected: Any, place: str) -> str:
 def check_card(folder: Folder) -> str:
     """privacy_card.json where it follows from the ledger, and a head's statement."""
     ledger, agreed = folder.ledger, 0
-    if not ledger.plan.reasons and folder.epsilon is None:
+    if not ledger.reasons and folder.epsilon is None:
         raise Undecided("the first number of card and head was not computed")
     if folder.has("head.json"):
         claim = None if folder.epsilon is None else Bound(folder.epsilon)
@@ -1745,7 +1756,7 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         "state of the run": ledger.closed or "open",
     }
     finite = folder.epsilon is not None and math.isfinite(folder.epsilon)
-    claim = "no epsilon is claimed" if plan.reasons else "no epsilon was found"
+    claim = "no epsilon is claimed" if ledger.reasons else "no epsilon was found"
     if folder.epsilon is not None and finite:
         claim = f"epsilon {rounded_up(folder.epsilon)} at delta {folder.delta:g}"
         claim += USELESS if folder.delta * plan["num_examples"] >= 1 else ""
@@ -1753,7 +1764,7 @@ def verify(path: Path, head: str | None = None) -> tuple[int, dict[str, Any]]:
         "verdict": verdict,
         "exit_code": codes[verdict],
         "line": f"{verdict}: {claim}{UNREAD}",
-        "formal_guarantee": not plan.reasons,
+        "formal_guarantee": not ledger.reasons,
         "epsilon": folder.epsilon if finite else None,
         "delta": folder.delta or plan["target_delta"],
         "head_known": head is not None,

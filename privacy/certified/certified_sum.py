@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..clipping.clip_factors import ClippingFunction, MicroBatchStats, factors_of, flat
+from ..clipping.clip_factors import ClippingFunction, Factors, factors_of, flat
 from ..clipping.clipped_sum import ClippedSum, Parts
 from ..gradients.per_example_gradients import in_full
 from ..gradients.recorder import Task
@@ -105,22 +105,26 @@ class CertifiedSum(ClippedSum):
 
     def _add_part(
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
-    ) -> MicroBatchStats:
-        k, multiplier_B, stats = self.vectors(task, inputs, is_padding_B)
+    ) -> tuple[Tensor, Factors]:
+        k, multiplier_B, loss_B, factors = self.vectors(task, inputs, is_padding_B)
         for name in list(k):  # as the backward found them
             add_contributions(self.accumulator.slot(name).total.low, k.pop(name), multiplier_B)
             self.accumulator.filled(name)
-        return stats
+        return loss_B, factors
+
+    def most_rounding_of_halves(self, num_rows: int) -> float:
+        """Returns 0: whole numbers of an example are the same beside any others."""
+        return 0.0
 
     @torch.no_grad()
     def vectors(
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor, MicroBatchStats]:
+    ) -> tuple[dict[str, Tensor], Tensor, Tensor, Factors]:
         """The integers of some examples, of which one forward and one backward are made.
 
         Returns:
             Parameter name -> k, (B, n) int32, without parameters that have no gradient; multipliers, (B,) int64: the contribution
-            is that times k, in units of the lattice; and statistics.
+            is that times k, in units of the lattice; losses, (B,); and clip factors.
         """
         num_rows = len(is_padding_B)
         written: dict[str, Tensor] = {}
@@ -152,5 +156,5 @@ class CertifiedSum(ClippedSum):
                 )
                 k[name] = round_to_even(written.pop(name), scale_B, excluded_B)
                 exact_norms.add(k[name])
-            stats = factors.stats(passed.loss_B, is_padding_B)
-        return k, exact_norms.multipliers(self.lattice.limit), stats
+            multiplier_B = exact_norms.multipliers(self.lattice.limit)
+        return k, multiplier_B, passed.loss_B, factors

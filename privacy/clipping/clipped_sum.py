@@ -39,7 +39,7 @@ from ..noise.rounded_normal import deviation_in_units
 from ..numerics.precision import exact, require_exact_products, wide_dtype
 from ..plan.limits import MOST_DEVIATION, SMALLEST_BOUND
 from ..plan.releases import Release, release_of_step
-from ..sums.grid import EXAMPLES_PER_PART, Grid
+from ..sums.grid import EXAMPLES_PER_PART, EXAMPLES_PER_SUM, Grid
 from ..sums.local import LocalSums, MakeAccumulator
 from ..sums.totals import Slot, Total, blocks
 from .clip_factors import ClippingFunction, Factors, MicroBatchStats, factors_of, flat
@@ -57,8 +57,14 @@ Use = Callable[[str, Parts], None]
 """Takes a parameter's name and its contributions."""
 Observe = Callable[[Call], None]
 """Looks at a call of a layer as soon as its gradient is known."""
+Rows = tuple[Tensor, Tensor]
+"""(B,) losses and (groups, B) unclipped norms of a micro-batch, without noise."""
 Writes = list[tuple[str, Tensor, int]]
 """(name, tensor, how often it had been written to)."""
+
+ROUNDING_OF_HALVES = 6e-4
+"""In units of C, for EXAMPLES_PER_SUM examples: 3.7e-4 of the products of a micro-batch and of its
+two halves, and 1.8e-4 of the three times that they become whole numbers (sums/grid.py)."""
 
 NOT_REPEATED = (
     "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave different "
@@ -105,6 +111,7 @@ class ClippedSum:
         device: where the model computes.
         recorder: its hooks stand on the model.
         grid: the step of the sums.
+        rows: losses and norms of the last micro-batch, for guards to read.
     """
 
     mode: Mode = "bookkeeping"
@@ -213,17 +220,33 @@ class ClippedSum:
         if len(is_padding_B) == 0:
             return self._stats_of_nothing()
         stats = []
+        losses = []
+        norms = []
         with torch.no_grad():
             for rows in self.parts(len(is_padding_B)):
                 part = {name: x[rows] for name, x in inputs.items()}
                 self.accumulator.start(rows.stop - rows.start)
-                stats.append(self._add_part(task, part, is_padding_B[rows]))
+                loss_B, factors = self._add_part(task, part, is_padding_B[rows])
                 self.accumulator.finish()
+                stats.append(factors.stats(loss_B, is_padding_B[rows]))
+                losses.append(loss_B)
+                norms.append(torch.stack(factors.norms))
+            self.rows = torch.cat(losses), torch.cat(norms, dim=1)
         return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*stats, strict=True)))
 
     def parts(self, num_rows: int) -> Iterator[slice]:
         """Yields the rows of each part: larger micro-batches are gone through in parts, which bounds their memory."""
         return blocks(num_rows, EXAMPLES_PER_PART)
+
+    def most_rounding_of_halves(self, num_rows: int) -> float:
+        """Returns how far a micro-batch and its two halves may differ by rounding, in L2 norm.
+
+        In one half padding stands in the place of some rows, and in the other in that of the rest.
+
+        Args:
+            num_rows: of the micro-batch.
+        """
+        return ROUNDING_OF_HALVES * math.ceil(num_rows / EXAMPLES_PER_SUM) * self.sensitivity
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
@@ -266,7 +289,8 @@ class ClippedSum:
 
     def _add_part(
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
-    ) -> MicroBatchStats:
+    ) -> tuple[Tensor, Factors]:
+        """Adds some rows of a micro-batch; returns their losses, (B,), and clip factors."""
         kept: dict[str, Parts] = {}
         with self.recorder.forward(task, inputs, len(is_padding_B)) as passed:
             tallies, writes = self._tallies(passed, kept)
@@ -284,7 +308,7 @@ class ClippedSum:
                 elif name not in short:
                     self._add_parameter(name, parts, factors)
                 self.accumulator.filled(name)
-            return factors.stats(passed.loss_B, is_padding_B)
+        return passed.loss_B, factors
 
     def _stats_of_nothing(self) -> MicroBatchStats:
         nothing = torch.zeros(0, dtype=self._dtype_of_norms, device=self.device)

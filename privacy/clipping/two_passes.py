@@ -19,7 +19,7 @@ from ..gradients.module_state import writes_to
 from ..gradients.recorder import Call, Forward, Task
 from ..numerics.precision import exact, wide, wide_dtype
 from ..sums.totals import blocks
-from .clip_factors import Factors, MicroBatchStats
+from .clip_factors import Factors
 from .clipped_sum import (
     NOT_REPEATED,
     ClippedSum,
@@ -73,7 +73,7 @@ class TwoPassSum(ClippedSum):
 
     def _add_part(
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
-    ) -> MicroBatchStats:
+    ) -> tuple[Tensor, Factors]:
         first_marks: list[Tensor] = []
         second_marks: list[Tensor] = []
         with closing(self._twice(task, inputs, len(is_padding_B))) as passes:
@@ -92,7 +92,7 @@ class TwoPassSum(ClippedSum):
             second = next(passes)
             self._by_parameter(second, add, lambda call: second_marks.append(self._mark_of(call)))
         self._compare(first_marks, second_marks, factors)
-        return factors.stats(first.loss_B, is_padding_B)
+        return first.loss_B, factors
 
     def _mark_of(self, call: Call) -> Tensor:
         """Returns (B,) a number for each example's gradient that a layer reports, by which two passes are compared.

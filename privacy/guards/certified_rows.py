@@ -36,7 +36,7 @@ def check_rows(
     for micro_batch, is_here_B, is_padding_B in _neighbourhoods(part, size):
         try:
             with must_take(f"{size} examples together"):
-                k, multiplier_B, _ = clipped.vectors(
+                k, multiplier_B, _, _ = clipped.vectors(
                     task, micro_batch, is_padding_B.to(clipped.device)
                 )
         except NotTaken:  # the model refuses what is not finite itself

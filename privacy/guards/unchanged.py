@@ -11,7 +11,8 @@ rows stay and all others change. Kernels give equal bits for equal shapes, so a 
 
 import enum
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ Place = tuple[str, str]
 Structure = dict[Place, object]
 SETTING = "setting "
 """Before the name of a module's attribute that is a number or a word."""
+MOST_FORCED = 3
+"""How often a number or a word of a module may ask for a check when it changes."""
 SETTINGS = (bool, int, float, str, type(None), np.generic, enum.Enum)
 OWN_HOOKS = f"{modules_of.__module__.rpartition('.')[0]}."
 """Before the modules whose hooks record what clipping needs."""
@@ -78,10 +81,16 @@ class SelfChecked:
     Args:
         task: what the clipped sum is given.
         clipped: the sum of this model; made before, since the check is about its parameters.
+        on_change: is called when a number or a word of a module has changed (isolation.py).
     """
 
-    def __init__(self, model: nn.Module, task: Task, clipped: ClippedSum) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, clipped: ClippedSum, on_change: Callable[[], None]
+    ) -> None:
         self.model, self.task, self.clipped = model, task, clipped
+        self._on_change = on_change
+        self._settings: Structure = {}
+        self._times_moved = Counter[Place]()
         self.made_for = clippable(model)
 
     def watched(
@@ -135,19 +144,17 @@ class SelfChecked:
         recorded = {place for p in unchanged for place in p.structure}
         modules = dict(modules_of(self.model, self.task))
         settings = {
-            (path, name)
-            for path, name in changed
-            if not _is_fixed((path, name))
+            place: now.get(place, ...)
+            for place in changed
+            if not _is_fixed(place)
             and (
-                (path, name) in recorded
-                or hasattr(type(modules.get(path)), name.removeprefix(SETTING))
+                place in recorded
+                or hasattr(type(modules.get(place[0])), place[1].removeprefix(SETTING))
             )
         }
-        values = frozenset((place, now.get(place)) for place in settings)
-        way = (*way_of(inputs, device), values)
-        # What has become a tensor, say, has values that nobody looks at.
-        is_seen = settings <= now.keys()
-        if is_seen and any(way in p.tried for p in unchanged):
+        self._note_settings(settings)
+        way = way_of(inputs, device)
+        if any(way in p.tried for p in unchanged):
             return
         nearest = max(
             unchanged,
@@ -155,6 +162,21 @@ class SelfChecked:
         )
         self._try(fitted(nearest.made_up, inputs, device), len(next(iter(inputs.values()))))
         nearest.tried.add(way)
+
+    def _note_settings(self, settings: Structure) -> None:
+        """Asks for a check of the next micro-batch where numbers or words of modules have moved.
+
+        Each is checked at most MOST_FORCED times: one that is scheduled moves at every step.
+
+        Args:
+            settings: those that differ from what passed.
+        """
+        moved = changes(self._settings, settings)
+        self._settings = settings
+        is_new = any(self._times_moved[place] < MOST_FORCED for place in moved)
+        self._times_moved.update(moved)
+        if is_new:
+            self._on_change()
 
     def _require_same(
         self, passed: list[Passed], now: Structure

@@ -12,7 +12,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,13 @@ from .chain import (
 )
 
 FORMAT_VERSION = 1
-CLOSE_REASONS = ("finished", "budget_spent", "stopped")
+MIXED_EXAMPLES = "mixed_examples"
+"""Why a run is closed whose examples were found not to stay apart: it claims nothing."""
+WHY_MIXED = (
+    "a check while the run trained found that losses or gradients of examples depended on other "
+    "examples, so no step of this run has a guarantee"
+)
+CLOSE_REASONS = ("finished", "budget_spent", "stopped", MIXED_EXAMPLES)
 RESTARTED = "restarted_from_step_0"
 """A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
 _close = functools.partial(math.isclose, rel_tol=1e-9)
@@ -159,8 +165,11 @@ class LedgerState(ChainState):
 
     @property
     def plan(self) -> PrivacyPlan:
-        """The plan frozen in the `open` record."""
-        return PrivacyPlan.from_frozen(self.opened["plan"])
+        """Returns the plan frozen in the `open` record, without a guarantee where examples were mixed."""
+        plan = PrivacyPlan.from_frozen(self.opened["plan"])
+        if self.closed != MIXED_EXAMPLES:
+            return plan
+        return replace(plan, informal_reasons=(*plan.informal_reasons, WHY_MIXED))
 
     @property
     def num_charged(self) -> int:

@@ -26,9 +26,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..accounting.calibration import MIN_NOISE_MULTIPLIER
 from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
-from ..errors import BUDGET_SPENT, BudgetSpent, PrivacyConfigError, RemoteError
+from ..errors import BUDGET_SPENT, BudgetSpent, MixedExamples, PrivacyConfigError, RemoteError
 from ..gradients.fallback import Fallback
 from ..guards.own_engine import require_alike, require_model
+from ..ledger.records import WHY_MIXED
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
 from ..ranks import collectives
@@ -500,6 +501,8 @@ class PrivateLoop:
 
     def _claim(self, charged: int, *, is_last: bool) -> tuple[float, float]:
         """While the run goes on a table of upper bounds is read, when asked: a step costs less than its epsilon."""
+        if self._ledger.is_void:
+            raise MixedExamples(f"{self.run_dir}: {WHY_MIXED}")
         found = self._ledger.claim(charged, is_exact=is_last)
         assert found is not None, "a loop without a guarantee is not opened"
         return found

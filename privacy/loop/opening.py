@@ -21,12 +21,14 @@ from ..files.durable import require_apart
 from ..files.toml_text import written
 from ..gradients.coverage import claims
 from ..gradients.fallback import Fallback, Uncovered, plan_of
+from ..gradients.module_state import modules_of
 from ..gradients.recorder import Task
 from ..guards.fingerprints import fixed_tensors, in_order, overlaps
+from ..guards.isolation import Isolation
 from ..guards.neighbours import require_neighbours_apart
 from ..guards.own_engine import WatchedEngine, require_alike
 from ..guards.selfcheck import check_against_autograd, check_at_size
-from ..guards.unchanged import SelfChecked
+from ..guards.unchanged import SelfChecked, fitted
 from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..ranks import collectives
@@ -208,15 +210,14 @@ class OwnStart:
         with contextlib.suppress(*(() if self.fallback is False else (Uncovered,))):
             claims(self.model, self.engine.shapes)
         example, size = self.reader.example, self.reader.micro_batch_size
-        made_up = example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
+        made_up = self._made_up_items()
         items = to_device(made_up, self.engine)
-        padding = {name: row[None] for name, row in example.padding().items()}
         check_against_autograd(
             self.model,
             items,
             self.task,
             fallback=self.fallback,
-            padding=padding,
+            padding=self._padding(),
             allowed_ids=example.allowed_ids(),
         )
         for line in plan_of(self.model).sentences(self.model):
@@ -225,6 +226,25 @@ class OwnStart:
         require_neighbours_apart(self.engine, self.task, lambda count: made_up, size)
         put_away(self.model)
         self.manifest = collectives.on_main(self._look_at_data)
+
+    def _made_up_items(self) -> dict[str, Tensor]:
+        """Returns the made-up items of the caller, or random ones."""
+        example = self.reader.example
+        return example.made_up(FRESH) if self.made_up is None else example.named(self.made_up)
+
+    def _made_up_rows(self, num_rows: int) -> dict[str, Tensor]:
+        """Returns a micro-batch of made-up items in the shapes of the run's own items."""
+        items = self._made_up_items()
+        shapes = {
+            name: row.expand(num_rows, *row.shape[1:]) for name, row in self._padding().items()
+        }
+        items = fitted(items, shapes, torch.device("cpu"))
+        row_B = torch.arange(num_rows) % len(next(iter(items.values())))
+        return {name: x[row_B] for name, x in items.items()}
+
+    def _padding(self) -> dict[str, Tensor]:
+        """Returns the row that stands where there is no item, (1, ...) by input."""
+        return {name: row[None] for name, row in self.reader.example.padding().items()}
 
     def _look_at_data(self) -> bytes:
         """What identifies the data; enters the ledger as HMAC under the sampling key only. On one rank.
@@ -285,7 +305,11 @@ class OwnStart:
         engine = self.engine
         mechanism = mechanism_of(plan, engine, self.task, self.reader.micro_batch_size)
         self.undone.callback(mechanism.clipped.detach)
-        self.self_checked = SelfChecked(self.model, self.task, mechanism.clipped)
+        modules = [module for _, module in modules_of(self.model, self.task)]
+        isolation = Isolation(mechanism, self._padding(), modules)
+        size = next(mechanism.clipped.parts(self.reader.micro_batch_size)).stop
+        isolation.require(self._made_up_rows(size))
+        self.self_checked = SelfChecked(self.model, self.task, mechanism.clipped, isolation.force)
         return Parts(
             mechanism=mechanism,
             read=lambda plans: self.reader.steps(
@@ -298,6 +322,7 @@ class OwnStart:
             configuration=lambda: (self._configuration(), None, {}),
             retention=Retention(KEPT),
             save_every=self.save_every,
+            isolation=isolation,
         )
 
     def _rate(self, step: int) -> float:

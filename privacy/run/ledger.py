@@ -8,7 +8,7 @@ from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoint
 from ..ledger.claim import composed_epsilon, states_behind
 from ..ledger.ledger import Ledger
 from ..ledger.members import MarkedLedger, members_digest
-from ..ledger.records import LedgerState, read_ledger
+from ..ledger.records import MIXED_EXAMPLES, LedgerState, read_ledger
 from ..ledger.run_state import SharedTerms, open_run_state
 from ..plan.numbers import PrivacyPlan, make_plan
 from ..plan.releases import Release
@@ -45,15 +45,14 @@ class RunLedger:
 
         state = None if ledger is None else ledger.state
         self.starts = 0 if state is None else len(state.nonces)  # before this one; on rank 0
-        facts = state and (
-            dict(state.attempts),
-            state.closed is not None,
-            state.checkpointed_step,
-            state.opened,
-        )
-        self.attempts, self.is_closed, self.checkpointed_step, opened = collectives.on_main(
-            lambda: facts
-        )  # type: ignore[misc]
+        facts = None
+        if state is not None:
+            facts = (dict(state.attempts), state.closed, state.checkpointed_step, state.opened)
+        facts = collectives.on_main(lambda: facts)
+        assert facts is not None, "rank 0 has the ledger"
+        self.attempts, closed, self.checkpointed_step, opened = facts
+        self.is_closed = closed is not None
+        self.is_void = closed == MIXED_EXAMPLES
         self.opened: Recorded = opened  # the fields of the ledger's first line
 
     @property
@@ -144,6 +143,12 @@ class RunLedger:
     def close_run(self) -> None:
         """All steps are done."""
         self._write(lambda ledger: ledger.close("finished"))
+
+    def void(self) -> None:
+        """Ends the run without a claim: its examples were found not to stay apart."""
+        self.is_void = True
+        self._table = None
+        self._write(lambda ledger: ledger.close(MIXED_EXAMPLES))
 
     def _write(self, record: Callable[[Ledger], None]) -> None:
         """Writes on rank 0; the private record knows of the line before any rank goes on."""

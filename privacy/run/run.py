@@ -26,15 +26,18 @@ from ..errors import (
     DONE,
     STOPPED_EARLY,
     ConfigError,
+    MixedExamples,
     PrivacyStateRefused,
     StepDropped,
 )
+from ..guards.isolation import Isolation
 from ..guards.premises import require_premises
 from ..ledger.ledger import Ledger
+from ..ledger.records import WHY_MIXED
 from ..plan.numbers import PrivacyPlan
 from ..ranks import clock, collectives
 from ..ranks.engine import ShardState
-from ..step.batches import LogicalBatches, StepBatch
+from ..step.batches import LogicalBatches, StepBatch, most_micro_batches
 from ..step.folder import RunFolder
 from ..step.step import Charge, Mechanism, MicroBatch, StepRecord, train_step
 from .ledger import Opening, RunLedger
@@ -60,6 +63,7 @@ class Parts:
             crashes.
         stored: called at each checkpoint.
         configuration: called when the ledger is there; arguments of `RunFolder.record_configuration`.
+        isolation: has passed `Isolation.require`.
     """
 
     mechanism: Mechanism
@@ -71,6 +75,7 @@ class Parts:
     note_charge: Callable[[int], object]
     stored: Callable[[], Stored]
     configuration: Callable[[], tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]]
+    isolation: Isolation
     retention: Retention
     save_every: int | None = None
     in_background: bool = False
@@ -149,6 +154,11 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     folder, opening = start.folder, start.open_ledger()
     ledger, resumed, restarted = opening.ledger, None, False
     if ledger is not None:
+        if ledger.is_void:
+            raise PrivacyStateRefused(
+                f"{folder.ledger}: {WHY_MIXED}, and it does not go on: mend model or loss, and start "
+                "another run folder"
+            )
         start.take_ledger(ledger)
         resumed = load_newest(folder, ledger, start.take_weights)
         if ledger.is_closed:
@@ -250,12 +260,25 @@ class Run:
             nodes=parts.nodes,
             expected_batch_size=plan.expected_batch_size,
         )
+        parts.isolation.begin(self._num_micro_batches())
         self._checkpoints = CheckpointWriter(
             folder.checkpoints,
             parts.retention,
             in_background=parts.in_background,
             published=ledger.checkpoint,
         )
+
+    def _num_micro_batches(self) -> int:
+        """Returns how many micro-batches each rank goes through until the end of the run."""
+        mechanism, parts = self.mechanism, self.parts
+        of_a_step = most_micro_batches(
+            mechanism.sampler,
+            collectives.world_size(),
+            parts.micro_batch_size,
+            parts.nodes,
+            self.plan.expected_batch_size,
+        )
+        return (self.plan.num_steps - self.step) * of_a_step
 
     def steps(self) -> Generator[Step, None, None]:
         """Deals the steps that are left, one a turn; ends the run in its ledger after the last. Collective.
@@ -312,6 +335,7 @@ class Run:
 
         Raises:
             StepDropped: before the intent, on all ranks: the step costs nothing, and the next turn ends the run.
+            MixedExamples: on all ranks: losses depend on other examples. The ledger says that no guarantee holds.
             RuntimeError: another turn's step, or one that was begun before.
         """
         self._require(step, "dealt")
@@ -319,10 +343,15 @@ class Run:
         # Before the intent, so that every charge has its private record of whom it was spent on.
         self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
         micro_batches = step.micro_batches if through is None else through(step.micro_batches)
+        isolation = self.parts.isolation
         try:
-            record = train_step(self.mechanism, self._charge, step.number, micro_batches)
+            watched = isolation.watched(micro_batches)
+            with self._voiding_if_mixed():
+                record = train_step(self.mechanism, self._charge, step.number, watched)
         except StepDropped:
             self._turn, self.outcome = None, STOPPED_EARLY
+            with self._voiding_if_mixed():  # a check of this step may have failed before
+                isolation.require_apart()
             raise
         step.state = "taken"
         return record
@@ -347,6 +376,15 @@ class Run:
             self.save()
         if is_last:
             self._checkpoints.finish()
+
+    @contextlib.contextmanager
+    def _voiding_if_mixed(self) -> Iterator[None]:
+        """Records in the ledger that no guarantee holds, where examples were found not to stay apart. Collective."""
+        try:
+            yield
+        except MixedExamples:
+            self.ledger.void()
+            raise
 
     def _require(self, step: Step, state: str) -> None:
         if step is not self._turn or step.state != state:

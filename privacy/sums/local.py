@@ -1,13 +1,14 @@
 """Accumulators: where the sums of a logical batch gather, micro-batch after micro-batch; here whole, in this process."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from .grid import SHORT, Grid, Unit
-from .totals import Slot, Total, add_together, real
+from .totals import Slot, Total, add_together, blocks, real
 
 BLOCK_COORDINATES = 1 << 23
 """Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/ranks/allocator.py)."""
@@ -66,6 +67,13 @@ class Accumulator:
     def finish(self) -> None:
         """The micro-batch is complete."""
 
+    def squared_distance(self, other: Self) -> float:
+        """Returns the squared L2 distance, in units, of the sums in `other`, which has the same grid.
+
+        Collective where sums of all ranks gather.
+        """
+        raise NotImplementedError
+
 
 MakeAccumulator = Callable[[Mapping[str, torch.Size], Grid, torch.device], Accumulator]
 
@@ -116,6 +124,15 @@ class LocalSums(Accumulator):
             totals = [self.slot(name).total for name in sums]
             add_together(totals, list(sums.values()), num_examples)
         return {}
+
+    def squared_distance(self, other: Self) -> float:
+        """See `Accumulator.squared_distance`."""
+        squared = 0.0
+        for name, shape in self.shapes.items():
+            for block in blocks(shape.numel(), BLOCK_COORDINATES):
+                difference = self._totals[name].read(block) - other._totals[name].read(block)
+                squared += float(difference.double().square_().sum())
+        return squared
 
     @property
     def names(self) -> list[str]:

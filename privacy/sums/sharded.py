@@ -20,6 +20,7 @@ Sums leave the process with every micro-batch, so the ledger's intent comes befo
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -104,6 +105,13 @@ class ShardedSums(Accumulator):
     def finish(self) -> None:
         while self._next < len(self._buckets):
             self._reduce_next()
+
+    def squared_distance(self, other: Self) -> float:
+        """See `Accumulator.squared_distance`. Collective."""
+        squared = torch.zeros(1, dtype=torch.float64)
+        for part, other_part in zip(self._kept, other._kept, strict=True):
+            squared += (part - other_part).double().square_().sum().cpu()
+        return float(collectives.all_reduce_sum(squared))
 
     def _reduce_next(self) -> None:
         bucket, total = self._buckets[self._next], self._kept[self._next]

@@ -21,6 +21,7 @@ from privacy.checkpoints.read import Checkpoint, has_checkpoints
 from privacy.checkpoints.write import Retention
 from privacy.clipping.clipped_sum import Mode
 from privacy.errors import DONE
+from privacy.guards.isolation import Isolation
 from privacy.guards.neighbours import require_neighbours_apart
 from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_size
 from privacy.ledger.claim import LedgerBehind
@@ -380,6 +381,8 @@ class TrainerStart:
         )
         require_repeats(config, task, mechanism)
         self.require_sums_at_size(engine, mechanism.clipped.mode)
+        isolation = Isolation(mechanism, task.padding())
+        isolation.require(task.synthetic_inputs(train.micro_batch_size))
         loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
 
         def stored() -> Stored:
@@ -405,6 +408,7 @@ class TrainerStart:
             in_background=train.async_checkpoints,
             stored=stored,
             configuration=lambda: (to_toml(config), dict(machine.raw), chosen),
+            isolation=isolation,
         )
 
     def training(self, run: Run) -> Training:

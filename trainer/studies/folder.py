@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from data.files import write_durably
-from privacy.ledger.records import read_ledger
+from privacy.errors import PrivacyStateRefused
+from privacy.ledger.records import MIXED_EXAMPLES, WHY_MIXED, read_ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.step.folder import RunFolder, try_lock
 from trainer.config.recipe import to_toml
@@ -140,6 +141,8 @@ class StudyFolder:
         if not ledger.exists():
             return "new"
         state = read_ledger(ledger)
+        if state.closed == MIXED_EXAMPLES:
+            raise PrivacyStateRefused(f"{ledger}: {WHY_MIXED}")
         if state.closed is not None:
             return "finished"
         return "budget spent" if state.num_charged >= state.plan.max_intents else "begun"

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from data.batch import Batch
 from data.examples.examples import MakeExample
 from data.examples.transforms import IMAGENET_MEAN, IMAGENET_STD
+from data.reading.loader import stack_examples
 from models.base import VisionModel
 from models.converters.native import model_facts
 from privacy.ranks.engine import Engine
@@ -113,6 +114,10 @@ class TrainingTask:
     def make_example(self, *, train: bool) -> MakeExample:
         """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""
         raise NotImplementedError
+
+    def padding(self) -> dict[str, Tensor]:
+        """Returns the row that stands where there is no example, (1, ...) by input."""
+        return dict(stack_examples([], self.make_example(train=True), 1).inputs)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
         """`count` made-up examples as the model takes them, for checks before any data is touched."""

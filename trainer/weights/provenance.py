@@ -146,7 +146,7 @@ def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
         raise NotRecorded(
             f"{checkpoint}: remembers no line of {ledger}, which is that of another run, or was rolled back{WAYS}"
         )
-    if state.plan.formal_guarantee != (manifest.get("formal_guarantee") is True):
+    if state.opened["plan"]["formal_guarantee"] != (manifest.get("formal_guarantee") is True):
         raise NotRecorded(
             f"{checkpoint}: its manifest and {ledger} contradict each other about the formal guarantee{WAYS}"
         )

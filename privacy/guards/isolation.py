@@ -1,0 +1,269 @@
+"""Looks, while a run trains, whether the loss of an example depends on that example alone.
+
+A secret micro-batch is computed twice more at its own shape: once with the run's padding in a
+secret random half of its rows, and once with the padding in the others. Where examples stay apart,
+their losses and norms do not change, and the sums of the two halves add up to the sum of the whole.
+docs/guarantee.md says what this finds, with which probability, and what it cannot find.
+"""
+
+import copy
+import math
+import random
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..clipping.clipped_sum import Rows
+from ..errors import MixedExamples, PrivacyConfigError
+from ..gradients.module_state import MODULE_ATTRIBUTES, PLAIN
+from ..ranks import collectives
+from ..ranks.engine import to_device
+from ..step.step import Mechanism, MicroBatch
+from ..sums.local import Accumulator
+from .neighbours import IN_ANY_ORDER, in_rows, must_take
+from .unchanged import Part
+
+WINDOW = 100
+"""Micro-batches of which one is checked. That one is computed three times: 2 % of a run's time."""
+
+
+class Agreement(NamedTuple):
+    """How the halves of a micro-batch agree with the whole.
+
+    Attributes:
+        keeps_bits: losses and norms are the same numbers.
+        is_close: they are within IN_ANY_ORDER, and the sums differ by rounding alone.
+    """
+
+    keeps_bits: bool
+    is_close: bool
+
+
+class Isolation:
+    """Chooses the secret micro-batches of a run, and computes them again in two halves.
+
+    Args:
+        mechanism: of the run. Without noise nothing is checked, since nothing is claimed.
+        padding: by input, (1, ...): the row that stands where no example does.
+        modules: whose numbers and words are put back after a check, such as counters of calls.
+
+    Attributes:
+        num_passed: checks that this start has passed.
+    """
+
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        padding: Mapping[str, Tensor],
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        self._mechanism = mechanism
+        self._padding = padding
+        self._modules = list(modules)
+        self._kinds_that_keep_bits: set[object] = set()
+        self._is_forced = False
+        self._is_mixed = False
+        self.num_passed = 0
+
+    def require(self, made_up: Mapping[str, Tensor]) -> None:
+        """Checks a micro-batch of made-up examples before a run is charged. Collective.
+
+        It sees whether rows of this shape keep their bits, which later checks then demand.
+
+        Args:
+            made_up: as many rows as the run's micro-batches.
+
+        Raises:
+            PrivacyConfigError: on all ranks; the examples do not stay apart on one of them.
+        """
+        if not self._mechanism.plan.enabled:
+            return
+        clipped = self._mechanism.clipped
+        inputs = to_device(made_up, self._mechanism.engine)
+        num_rows = len(next(iter(inputs.values())))
+        whole = Part(inputs, torch.zeros(num_rows, dtype=torch.bool), 0)
+
+        def compare() -> Agreement:
+            sums_before = copy.deepcopy(clipped.accumulator)
+            with self._without_trace(), must_take(f"{num_rows} examples, some of them padding"):
+                self._add(whole)
+                agreement = self._compare_halves(whole, clipped.rows, sums_before)
+            clipped.zero_()
+            if not agreement.is_close:
+                raise PrivacyConfigError(
+                    "made-up examples of one micro-batch change each other's losses or gradients: "
+                    "every loss must depend on its own example alone"
+                )
+            return agreement
+
+        agreements = collectives.refuse_together(compare)
+        if all(agreement.keeps_bits for agreement in agreements):
+            self._kinds_that_keep_bits.add(kind_of(inputs))
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Draws the secret places of checks. Collective.
+
+        Args:
+            num_micro_batches: which each rank goes through in this start.
+        """
+        self._window = max(1, min(WINDOW, num_micro_batches))
+        # All ranks check the same micro-batch: forwards of sharded models are collective.
+        secret = collectives.broadcast_object(secrets.token_bytes(32))
+        self._places = random.Random(secret)
+        self._index = 0
+
+    def force(self) -> None:
+        """Has the next micro-batch be checked, too."""
+        self._is_forced = True
+
+    def watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of a step, and checks those that are chosen. Collective.
+
+        Raises:
+            MixedExamples: on all ranks, after the last micro-batch.
+        """
+        for micro_batch in micro_batches:
+            if self._is_chosen():
+                yield from self._checked(micro_batch)
+            else:
+                yield micro_batch
+        self.require_apart()
+
+    def require_apart(self) -> None:
+        """Refuses to go on where a check has failed on any rank. Collective.
+
+        Raises:
+            MixedExamples: on all ranks.
+        """
+        [is_mixed] = collectives.on_any(self._is_mixed)
+        if is_mixed:
+            raise MixedExamples(
+                "losses or gradients of examples changed when other rows of their micro-batch did, "
+                "so a loss does not depend on its own example alone: no guarantee holds for this "
+                "run, its earlier steps included"
+            )
+
+    def _is_chosen(self) -> bool:
+        """Returns whether the next micro-batch is checked; each window has one secret place."""
+        index = self._index % self._window
+        if index == 0:
+            self._place = self._places.randrange(self._window)
+        self._index += 1
+        is_forced = self._is_forced
+        self._is_forced = False
+        return self._mechanism.plan.enabled and (is_forced or index == self._place)
+
+    def _checked(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
+        """Yields a micro-batch, and computes its halves when the mechanism has added it."""
+        clipped = self._mechanism.clipped
+        # Some kernels round by the alignment of their operands, so all three computations read
+        # fresh copies.
+        inputs = to_device(micro_batch.inputs, self._mechanism.engine)
+        inputs = {name: x.clone() for name, x in inputs.items()}
+        whole = Part(inputs, micro_batch.is_padding_B, micro_batch.num_undecodable)
+        sums_before = copy.deepcopy(clipped.accumulator)
+        yield whole
+        with self._without_trace():
+            agreement = self._compare_halves(whole, clipped.rows, sums_before)
+        must_keep_bits = kind_of(inputs) in self._kinds_that_keep_bits
+        if agreement.is_close and (agreement.keeps_bits or not must_keep_bits):
+            self.num_passed += 1
+        else:
+            self._is_mixed = True
+
+    def _compare_halves(self, whole: Part, rows: Rows, sums_before: Accumulator) -> Agreement:
+        """Adds both halves of a micro-batch to the sums before it, and compares rows and sums.
+
+        Args:
+            rows: of the whole, which the mechanism's own sums hold.
+        """
+        clipped = self._mechanism.clipped
+        num_rows = len(whole.is_padding_B)
+        generator = torch.Generator()
+        generator.seed()  # from the operating system
+        is_in_first_B = torch.randperm(num_rows, generator=generator) < num_rows // 2
+        keeps_bits = True
+        is_close = True
+        sums = clipped.accumulator
+        clipped.accumulator = sums_before
+        try:
+            for is_kept_B in (is_in_first_B, ~is_in_first_B):
+                half = self._half_of(whole, is_kept_B)
+                self._add(half)
+                for x, y in zip(rows, clipped.rows, strict=True):
+                    is_compared_B = ~half.is_padding_B.to(x.device)
+                    x, y = x[..., is_compared_B], y[..., is_compared_B]
+                    keeps_bits &= torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0))
+                    is_close &= _are_close(x, y)
+        finally:
+            clipped.accumulator = sums
+        assert clipped.exponent is not None, "sums with noise are whole numbers"
+        distance = math.sqrt(sums.squared_distance(sums_before)) * 2.0**-clipped.exponent
+        allowed = clipped.most_rounding_of_halves(num_rows)
+        if clipped.leaves_process:  # these are sums of all ranks
+            allowed *= collectives.world_size()
+        return Agreement(keeps_bits, is_close and distance <= allowed)
+
+    def _half_of(self, whole: Part, is_kept_B: Tensor) -> Part:
+        """Returns a micro-batch that keeps some rows, and has padding in the place of the others."""
+        inputs = {
+            name: torch.where(in_rows(is_kept_B, x), x, self._padding[name].to(x))
+            for name, x in whole.inputs.items()
+        }
+        is_kept_B = is_kept_B.to(whole.is_padding_B.device)
+        return Part(inputs, whole.is_padding_B | ~is_kept_B, 0)
+
+    def _add(self, part: Part) -> None:
+        """Adds a micro-batch to the sums as a step does; its statistics go nowhere."""
+        engine = self._mechanism.engine
+        self._mechanism.clipped.add_micro_batch(
+            self._mechanism.task,
+            to_device(part.inputs, engine),
+            part.is_padding_B.to(engine.device),
+        )
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        """Puts generators of random numbers, and numbers and words of modules, back afterwards."""
+        python_state = random.getstate()
+        numpy_state = np.random.get_state()  # noqa: NPY002  # foreign models use it
+        settings = [(vars(module), settings_of(module)) for module in self._modules]
+        devices = [self._mechanism.engine.device.index or 0] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices):
+            try:
+                yield
+            finally:
+                random.setstate(python_state)
+                np.random.set_state(numpy_state)  # noqa: NPY002
+                for attributes, before in settings:
+                    attributes.update(before)
+
+
+def kind_of(inputs: Mapping[str, Tensor]) -> object:
+    """Returns what decides the kernels of a micro-batch: its shapes, its dtypes, and autocast."""
+    shapes = tuple((name, x.shape, x.dtype) for name, x in sorted(inputs.items()))
+    autocast = tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+    return shapes, autocast
+
+
+def settings_of(module: nn.Module) -> dict[str, object]:
+    """Returns the numbers and words among a module's own attributes."""
+    return {
+        name: x
+        for name, x in vars(module).items()
+        if name not in MODULE_ATTRIBUTES and isinstance(x, PLAIN)
+    }
+
+
+def _are_close(x: Tensor, y: Tensor) -> bool:
+    """Returns whether numbers agree within IN_ANY_ORDER of the largest one."""
+    largest = float(x.nan_to_num(0, 0, 0).abs().max()) if x.numel() else 0.0
+    return torch.allclose(x, y, rtol=IN_ANY_ORDER, atol=IN_ANY_ORDER * largest, equal_nan=True)
