@@ -37,11 +37,18 @@ class Agreement(NamedTuple):
 
     Attributes:
         keeps_bits: losses and norms are the same numbers.
-        is_close: they are within IN_ANY_ORDER, and the sums differ by rounding alone.
+        rows_are_close: they are within IN_ANY_ORDER.
+        distance: of the sums, in units of the most that rounding explains.
     """
 
     keeps_bits: bool
-    is_close: bool
+    rows_are_close: bool
+    distance: float
+
+    @property
+    def is_close(self) -> bool:
+        """Returns whether rounding explains all differences."""
+        return self.rows_are_close and self.distance <= 1
 
 
 class Isolation:
@@ -188,7 +195,7 @@ class Isolation:
         generator.seed()  # from the operating system
         is_in_first_B = torch.randperm(num_rows, generator=generator) < num_rows // 2
         keeps_bits = True
-        is_close = True
+        rows_are_close = True
         sums = clipped.accumulator
         clipped.accumulator = sums_before
         try:
@@ -199,7 +206,7 @@ class Isolation:
                     is_compared_B = ~half.is_padding_B.to(x.device)
                     x, y = x[..., is_compared_B], y[..., is_compared_B]
                     keeps_bits &= torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0))
-                    is_close &= _are_close(x, y)
+                    rows_are_close &= _are_close(x, y)
         finally:
             clipped.accumulator = sums
         assert clipped.exponent is not None, "sums with noise are whole numbers"
@@ -207,7 +214,9 @@ class Isolation:
         allowed = clipped.most_rounding_of_halves(num_rows)
         if clipped.leaves_process:  # these are sums of all ranks
             allowed *= collectives.world_size()
-        return Agreement(keeps_bits, is_close and distance <= allowed)
+        if distance > 0:
+            distance = distance / allowed if allowed > 0 else math.inf
+        return Agreement(keeps_bits, rows_are_close, distance)
 
     def _half_of(self, whole: Part, is_kept_B: Tensor) -> Part:
         """Returns a micro-batch that keeps some rows, and has padding in the place of the others."""

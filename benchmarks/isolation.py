@@ -1,0 +1,224 @@
+"""What the check of secret micro-batches costs, and whether it ever rings where examples stay apart.
+
+    python benchmarks/isolation.py --json [--rows 1000000] [--only vip_tiny ...]
+
+Honest rows: micro-batches of random rows, of the models of all recipes in fp32 and bf16, are
+checked as a run checks them (privacy/guards/isolation.py). Models of more than LARGE numbers have
+one block of each stack. Cost: processor time of a checked micro-batch against one that is not, in
+interleaved rounds; a run checks one in WINDOW. With --json one JSON object on stdout.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from privacy.guards.isolation import WINDOW, Agreement, Isolation  # noqa: E402
+from privacy.guards.unchanged import Part  # noqa: E402
+from privacy.noise.source import SystemNoise  # noqa: E402
+from privacy.plan.numbers import make_plan  # noqa: E402
+from privacy.plan.releases import SENSITIVITY_SLACK  # noqa: E402
+from privacy.plan.request import PlanRequest  # noqa: E402
+from privacy.ranks.allocator import keep_freed_memory  # noqa: E402
+from privacy.ranks.engine import to_device  # noqa: E402
+from privacy.run.mechanism import clipper_of  # noqa: E402
+from privacy.sampling.sampler import sampler_of  # noqa: E402
+from privacy.step.step import Mechanism  # noqa: E402
+from trainer.config.recipe import load_config  # noqa: E402
+from trainer.tasks import make_task  # noqa: E402
+
+LARGE = 30_000_000
+SIZES = {"own_loop": 256}
+"""Rows of a micro-batch, where they are not DEFAULT_SIZE."""
+DEFAULT_SIZE = 64
+ROUNDS = 7
+COSTS = ("quickstart", "vip_small", "finetune_vit_base_lora", "own_loop")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class TwoLayers(nn.Module):
+    """The network of 26,010 parameters that stands for a loop of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 336), nn.ReLU(), nn.Linear(336, 12))
+
+    def forward(self, x_BD: Tensor, labels_B: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x_BD).float(), labels_B, reduction="none")
+
+
+class Workload:
+    """A model, rows that may stand in its micro-batches, and the row of padding."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        generator = torch.Generator().manual_seed(0)
+        if name == "own_loop":
+            torch.manual_seed(0)
+            self.model: nn.Module = TwoLayers()
+            x_BD = torch.randn(256, 64, generator=generator)
+            self.rows = {"x_BD": x_BD, "labels_B": torch.randint(12, (256,), generator=generator)}
+            self.padding = {name: torch.zeros_like(x[:1]) for name, x in self.rows.items()}
+            return
+        task = make_task(load_config(ROOT / "recipes" / f"{name}.toml"), ROOT)
+        num_parameters = sum(p.numel() for p in task.skeleton().parameters())
+        self.model = task.build(generator, one_block=num_parameters > LARGE)
+        self.rows = task.synthetic_inputs(64)
+        self.padding = task.padding()
+
+    def micro_batch(self, size: int, generator: torch.Generator) -> Part:
+        """Returns random rows: floating-point inputs are new, others are mixed among the rows."""
+        inputs = {}
+        for name, x in self.rows.items():
+            if x.is_floating_point():
+                scale_B = 10 ** torch.empty(size).uniform_(-2, 1, generator=generator)
+                fresh = torch.randn(size, *x.shape[1:], generator=generator)
+                inputs[name] = fresh * scale_B.view(-1, *[1] * (x.dim() - 1))
+            else:
+                inputs[name] = x[torch.randint(len(x), (size,), generator=generator)]
+        is_padding_B = torch.rand(size, generator=generator) < 0.1
+        for name, x in inputs.items():
+            x[is_padding_B] = self.padding[name].to(x)
+        return Part(inputs, is_padding_B, 0)
+
+
+class Bench:
+    """An isolation check of a workload in one dtype, with the plan of a large run."""
+
+    def __init__(self, workload: Workload, dtype: torch.dtype, size: int) -> None:
+        self.workload = workload
+        self.size = size
+        plan = make_plan(
+            PlanRequest(
+                num_examples=1_000_000,
+                expected_batch_size=10_000,
+                num_steps=100,
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                sensitivity_slack=SENSITIVITY_SLACK,
+            )
+        )
+        model = workload.model.to(dtype)
+        self.clipped = clipper_of(plan, model, rows=1 << 20)
+        engine: Any = SimpleNamespace(device=torch.device("cpu"), compute_dtype=dtype)
+        sampler = sampler_of(plan)
+        mechanism = Mechanism(plan, sampler, self.clipped, SystemNoise(), engine, model)
+        self.isolation = Isolation(mechanism, workload.padding)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def start(self) -> bool:
+        """Checks made-up examples as a run does; returns whether their rows keep their bits."""
+        rows = {name: x[torch.arange(self.size) % len(x)] for name, x in self.workload.rows.items()}
+        self.isolation.require(rows)
+        return bool(self.isolation._kinds_that_keep_bits)
+
+    def add(self, part: Part, *, is_checked: bool) -> float:
+        """Adds a micro-batch, and returns the processor seconds that it took."""
+        mechanism = self.isolation._mechanism
+        self.isolation.begin(1)
+        micro_batches = iter([part])
+        began = time.process_time()
+        for micro_batch in self.isolation.watched(micro_batches) if is_checked else micro_batches:
+            inputs = to_device(micro_batch.inputs, mechanism.engine)
+            self.clipped.add_micro_batch(mechanism.task, inputs, micro_batch.is_padding_B)
+        return time.process_time() - began
+
+
+def measure_cost(name: str) -> dict[str, Any]:
+    """Returns the cost of a checked micro-batch in units of one that is not, and of a run."""
+    bench = Bench(Workload(name), torch.float32, SIZES.get(name, 16))
+    bench.start()
+    ratios = []
+    for number in range(ROUNDS + 1):
+        part = bench.workload.micro_batch(bench.size, bench.generator)
+        bench.clipped.zero_()
+        plain = bench.add(part, is_checked=False)
+        bench.clipped.zero_()
+        checked = bench.add(part, is_checked=True)
+        if number:  # the first round warms up
+            ratios.append(checked / plain)
+    ratio = statistics.median(ratios)
+    return {"checked_by_plain": round(ratio, 3), "share_of_a_run": round((ratio - 1) / WINDOW, 4)}
+
+
+def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
+    """Checks so many random rows, and returns how many micro-batches rang."""
+    bench = Bench(Workload(name), DTYPES[dtype], SIZES.get(name, DEFAULT_SIZE))
+    keeps_bits = bench.start()
+    agreements: list[Agreement] = []
+    compare = bench.isolation._compare_halves
+
+    def noted(*arguments: Any) -> Agreement:
+        agreements.append(compare(*arguments))
+        return agreements[-1]
+
+    bench.isolation._compare_halves = noted  # type: ignore[method-assign]
+    rows = 0
+    alarms = 0
+    began = time.time()
+    while rows < num_rows:
+        bench.clipped.zero_()
+        part = bench.workload.micro_batch(bench.size, bench.generator)
+        try:
+            bench.add(part, is_checked=True)
+        except Exception as error:
+            print(f"{name} {dtype}: {error}", file=sys.stderr)
+            bench.isolation._is_mixed = False
+            alarms += 1
+        rows += int((~part.is_padding_B).sum())
+    return {
+        "rows": rows,
+        "alarms": alarms,
+        "start_keeps_bits": keeps_bits,
+        "micro_batches": len(agreements),
+        "that_keep_bits": sum(agreement.keeps_bits for agreement in agreements),
+        "largest_distance": round(max(agreement.distance for agreement in agreements), 4),
+        "seconds": round(time.time() - began),
+    }
+
+
+def workloads() -> Iterator[str]:
+    """Yields one recipe for each model, and the network of a loop of one's own."""
+    yield "own_loop"
+    seen = set()
+    for path in sorted((ROOT / "recipes").glob("*.toml")):
+        config = load_config(path)
+        model = json.dumps(config.model.model_dump(), sort_keys=True, default=str)
+        if model not in seen:
+            seen.add(model)
+            yield path.stem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of all models together")
+    parser.add_argument("--only", nargs="*", help="recipes, or own_loop")
+    options = parser.parse_args()
+    keep_freed_memory()
+    names = options.only or list(workloads())
+    print(names, file=sys.stderr)
+    costs = {name: measure_cost(name) for name in COSTS if name in names}
+    rows: dict[str, Any] = {}
+    for name in names:
+        for dtype in DTYPES:
+            result = honest_rows(name, dtype, options.rows)
+            rows[f"{name} {dtype}"] = result
+            print(name, dtype, result, file=sys.stderr)
+    print(json.dumps({"cost": costs, "honest_rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
