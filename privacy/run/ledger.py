@@ -1,4 +1,4 @@
-"""The privacy ledger as all ranks see it: rank 0 writes, and no rank goes on before the line is durable (contract 9)."""
+"""Writes the privacy ledger on rank 0; all ranks wait until a line is durable (contract 9)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +22,14 @@ T = TypeVar("T")
 
 
 class RunLedger:
-    """The ledger of a run on many ranks; every method is called on all of them unless it says otherwise.
+    """The ledger of a run on many ranks, whose methods are collective unless they say otherwise.
 
-    Privately it also notes every attempt before its intent, and what the ledger must not lose (privacy/ledger/members.py).
+    It also keeps a private record of every attempt, which finds a ledger that has lost lines
+    (privacy/ledger/members.py).
 
     Args:
         ledger: on rank 0 only.
-        members: the private record of attempts, which is there since the run was opened.
+        members: the private record of attempts, which exists since the run was opened.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class RunLedger:
         self._composed: dict[int, float] = {}
 
         state = None if ledger is None else ledger.state
-        self.starts = 0 if state is None else len(state.nonces)  # before this one; on rank 0
+        # Starts before this one, on rank 0.
+        self.starts = 0 if state is None else len(state.nonces)
         facts = None
         if state is not None:
             facts = (dict(state.attempts), state.closed, state.checkpointed_step, state.opened)
@@ -53,7 +55,7 @@ class RunLedger:
         self.attempts, closed, self.checkpointed_step, opened = facts
         self.is_closed = closed is not None
         self.is_void = closed == MIXED_EXAMPLES
-        self.opened: Recorded = opened  # the fields of the ledger's first line
+        self.opened: Recorded = opened
 
     @property
     def _on_main(self) -> MarkedLedger:
@@ -61,7 +63,7 @@ class RunLedger:
         return self._marked
 
     def on_main(self, work: Callable[[Ledger], T]) -> T:
-        """Has rank 0's ledger do something; its result, or its refusal, is that of every rank."""
+        """Runs `work` on rank 0's ledger, and returns its result, or raises its refusal, on all."""
         return collectives.on_main(lambda: work(self._on_main.ledger))
 
     # On any rank.
@@ -73,15 +75,15 @@ class RunLedger:
 
     @property
     def num_charged(self) -> int:
-        """Charged attempts; 0 on ranks other than 0, and without privacy, where nothing is claimed."""
+        """Returns the number of charged attempts; 0 on other ranks than 0, and without privacy."""
         return 0 if self._marked is None else self._marked.ledger.num_charged
 
     def budget_is_spent(self) -> bool:
-        """Whether one more intent would pass the budget; False on ranks other than 0."""
+        """Returns whether one more intent would pass the budget; False on other ranks than 0."""
         return self._marked is not None and self._marked.ledger.budget_spent() is not None
 
     def position(self) -> dict[str, Any]:
-        """Sequence number and hash of the last line, for a manifest; empty on ranks other than 0."""
+        """Returns number and hash of the last line, for a manifest; {} on other ranks than 0."""
         if self._marked is None:
             return {}
         seq, line_hash = self._marked.ledger.position()
@@ -104,7 +106,8 @@ class RunLedger:
 
         def start(ledger: Ledger) -> bytes:
             # The command line may name private paths.
-            versions = {name: value for name, value in environment().items() if name != "arguments"}
+            versions = dict(environment())
+            versions.pop("arguments", None)
             return ledger.start_session(versions, restarted=restarted)
 
         self._nonce = self.on_main(start)
@@ -112,13 +115,15 @@ class RunLedger:
         return self._nonce
 
     def note(self, batch: StepBatch, micro_batch_size: int, nodes: tuple[int, ...] = ()) -> None:
-        """Records, privately, whom the next attempt is about to train on; the intent follows, so every charge has its line."""
+        """Records, privately, the examples of the next attempt, before its intent."""
         if not self.plan.enabled:
             return
         assert self._nonce is not None, "a session comes first"
-        nonce, step = self._nonce, batch.step
+        nonce = self._nonce
+        step = batch.step
         attempt = self.attempts.get(step, 0)
-        ids, rows = batch.example_ids, batch.num_micro_batches * micro_batch_size
+        ids = batch.example_ids
+        rows = batch.num_micro_batches * micro_batch_size
         digest = members_digest(self.key, nonce, attempt, step, collectives.rank(), ids)
         dealt = collectives.gather_objects((len(ids), digest))
         collectives.on_main(lambda: self._on_main.note(step, attempt, nonce, rows, dealt, nodes))
@@ -130,22 +135,22 @@ class RunLedger:
             self._write(lambda ledger: ledger.intent(step, attempt, releases))
 
     def done(self, step: int, **noised: Any) -> None:
-        """The update of the attempt is made; see `Ledger.done`."""
+        """Records the attempt's update as made; see `Ledger.done`."""
         attempt = self.attempts.get(step, 0)
         if self.plan.enabled:
             self.on_main(lambda ledger: ledger.done(step, attempt, **noised))
 
     def checkpoint(self, step: int, name: str, digest: str) -> None:
-        """A checkpoint is whole; see `Ledger.checkpoint`."""
+        """Records a whole checkpoint; see `Ledger.checkpoint`."""
         if self.plan.enabled:
             self._write(lambda ledger: ledger.checkpoint(step, name, digest))
 
     def close_run(self) -> None:
-        """All steps are done."""
+        """Records the end of a run whose steps are all done."""
         self._write(lambda ledger: ledger.close("finished"))
 
     def void(self) -> None:
-        """Ends the run without a claim: its examples were found not to stay apart."""
+        """Ends the run without a claim, since its examples were found not to stay apart."""
         self.is_void = True
         self._table = None
         self._write(lambda ledger: ledger.close(MIXED_EXAMPLES))
@@ -155,26 +160,30 @@ class RunLedger:
         collectives.on_main(lambda: self._on_main.write(record))
 
     def adopt(self, resumed: Checkpoint) -> None:
-        """Records the checkpoint that this session goes on from, if a crash came between it and its record."""
+        """Records the checkpoint that this session goes on from, if a crash left it unrecorded."""
         digest = file_digest(resumed.path / MANIFEST)
         if not self.on_main(lambda ledger: (resumed.step, digest) in ledger.state.checkpoints):
             self.checkpoint(resumed.step, resumed.path.name, digest)
 
     def epsilon(self, num_charged: int | None = None) -> float | None:
-        """Epsilon of `num_charged` attempts, or on rank 0 of everything charged so far. None without a guarantee. On any rank."""
+        """Returns the epsilon of `num_charged` attempts; on rank 0 by default of all charged ones.
+
+        None without a guarantee. Not collective.
+        """
         charged = self.num_charged if num_charged is None else num_charged
         return None if self._table is None else self._table.epsilon(charged)
 
     def claim(
         self, num_charged: int | None = None, *, is_exact: bool = False
     ) -> tuple[float, float] | None:
-        """(epsilon, delta) of what the weights carry: this run's, composed with the private runs behind its initial weights.
+        """Returns (epsilon, delta) of the weights, private runs behind their start included.
 
-        None without a guarantee. It is the number to print first, and everywhere.
+        None without a guarantee. Print this number first, and everywhere.
 
         Args:
             num_charged: as for `epsilon`.
-            is_exact: of exactly so many attempts, which takes seconds; otherwise an upper bound from the table.
+            is_exact: computes it for exactly so many attempts, which takes seconds; otherwise an
+                upper bound comes from the table.
         """
         if self._table is None:
             return None
@@ -186,12 +195,12 @@ class RunLedger:
         if self._behind is None:
             self._behind = states_behind(self._folder, self.opened)
         states = [LedgerState(opened=self.opened), *self._behind]
-        delta = min(one.plan.target_delta for one in states)
-        # A composition takes seconds, and most steps stand between two counts of the table.
+        delta = min(state.plan.target_delta for state in states)
+        # A composition takes seconds, and one count of the table serves many steps.
         count = charged if is_exact else self._table.count_for(charged)
         if count not in self._composed:
-            own = [self.plan.release_group(count)] if count else []
-            self._composed[count] = composed_epsilon(states, delta, own)
+            releases = [self.plan.release_group(count)] if count else []
+            self._composed[count] = composed_epsilon(states, delta, releases)
         return self._composed[count], delta
 
 
@@ -200,14 +209,15 @@ Recorded = dict[str, Any]
 
 
 class Opening(NamedTuple):
-    """A run's privacy state before its start.
+    """The privacy state of a run before its start.
 
     Attributes:
-        plan: made for a new run; the frozen one, which is what was asked for, of one that is there.
-        ledger: of a run that is there, opened without writing to it (`Ledger.mend` does); None for a new one.
-        create: makes ledger and key of a new run, when nothing else refuses its start: a shared ledger reserves its budget here.
-            It takes what stands in the ledger from its opening: the number of noised coordinates, and f of the sums at the plan's
-            C, None without noise.
+        plan: of a new run; of an existing run the frozen plan, which equals the requested one.
+        ledger: of an existing run, opened without a write (`Ledger.mend` writes); None for a new
+            run.
+        create: makes ledger and key of a new run, after the last check: a shared ledger reserves
+            its budget here. It takes the number of noised coordinates and the exponent f of the
+            sums, None without noise, which the ledger records.
     """
 
     plan: PrivacyPlan
@@ -217,38 +227,42 @@ class Opening(NamedTuple):
 
 def open_ledger(
     folder: RunFolder,
-    asked: Callable[[Recorded | None], PlanRequest],
+    request_of: Callable[[Recorded | None], PlanRequest],
     manifest: Callable[[], bytes],
     *,
     described: Callable[[Recorded | None, PrivacyPlan], Mapping[str, Any]],
     mirror: Path | str | None,
     shared: SharedTerms | None = None,
 ) -> Opening:
-    """Opens ledger and key of a run folder, or makes the plan of a new one; writes nothing. Collective.
+    """Opens ledger and key of a run folder, or makes the plan of a new run. Collective.
 
-    The plan is made, or compared with the frozen one, on rank 0, and every rank gets the same.
+    It writes nothing. Rank 0 makes the plan, or compares it with the frozen one, for all ranks.
 
     Args:
-        asked: the plan's request; None is a new run.
-        manifest: what identifies the data; enters the ledger as HMAC under the sampling key only.
-        described: further fields of a new ledger, or a refusal of those that an existing one has.
+        request_of: returns the plan's request, from the opening record of an existing run, or from
+            None for a new one.
+        manifest: returns bytes that identify the data; the ledger gets their HMAC under the
+            sampling key alone.
+        described: returns further fields of a new ledger, or refuses those of an existing one.
         mirror, shared: see `open_run_state`.
 
     Raises (on every rank, as `create` does):
-        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones (exit 2).
-        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
+        PrivacyConfigError: the privacy parameters are wrong, or differ from the frozen ones
+            (exit 2).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and the record of attempts contradict
+            each other (exit 4).
     """
 
     def planned() -> tuple[Recorded | None, PrivacyPlan]:
         recorded = read_ledger(folder.ledger).opened if folder.ledger.exists() else None
-        return recorded, make_plan(
-            asked(recorded), resume=None if recorded is None else recorded["plan"]
-        )
+        frozen_plan = None if recorded is None else recorded["plan"]
+        return recorded, make_plan(request_of(recorded), resume=frozen_plan)
 
     recorded, plan = collectives.on_main(planned)
 
     def open_now(noised: int | None = None, exponent: int | None = None) -> RunLedger:
-        opened = list[tuple[Ledger, SamplingKey]]()  # on rank 0; the others read the key themselves
+        # Rank 0 alone fills it; other ranks read the key from its file.
+        opened = list[tuple[Ledger, SamplingKey]]()
 
         def open_on_main() -> str:
             fields = {

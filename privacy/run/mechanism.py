@@ -74,7 +74,10 @@ def clipper_of(
     rows: int | None = None,
     device: torch.device | None = None,
 ) -> ClippedSum:
-    """Returns the clipped sum whose sensitivity the plan's noise is scaled by; see `ClippedSum` for arguments and errors."""
+    """Returns the clipped sum of a plan, by whose sensitivity its noise is scaled.
+
+    See `ClippedSum` for arguments and errors.
+    """
     # Without privacy the bound is infinite, and any function would do.
     function = FUNCTIONS[plan.clipping_function if plan.enabled else "flat"]
     if plan.lattice is not None:
@@ -86,7 +89,8 @@ def clipper_of(
             accumulator=accumulator,
             device=device,
         )
-    return SUMS[mode](
+    kind = SUMS[mode]
+    return kind(
         model,
         plan.max_grad_norm if plan.enabled else math.inf,
         shapes=shapes,

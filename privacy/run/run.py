@@ -1,8 +1,8 @@
-"""One run: how it is opened, and how its steps are repeated. The trainer and `PrivateLoop` both do it here.
+"""Opens a run and repeats its steps, for the trainer and for `PrivateLoop`.
 
-`open_run` asks everything that a start can be refused for before it writes to a run. The loop belongs to its caller: `Run.steps`
-deals a step, `Run.take` notes, charges and makes it, `Run.keep` saves it, and the turn after the last ends the run. A side
-(trainer/run/start.py, privacy/loop/opening.py) says what it trains and reads, and adds its own checks.
+`open_run` makes every check that can refuse a start before it writes to the run. The loop belongs
+to its caller: `Run.steps` deals a step, `Run.take` notes, charges and makes it, and `Run.keep`
+saves it. A side (trainer/run/start.py, privacy/loop/opening.py) adds its model, data and checks.
 """
 
 import contextlib
@@ -44,7 +44,13 @@ from .ledger import Opening, RunLedger
 
 
 class Stored(NamedTuple):
-    """What a checkpoint holds: this rank's tensors, the shapes of all of them, and what a side adds to the manifest."""
+    """The contents of a checkpoint.
+
+    Attributes:
+        states: tensors of this rank.
+        shapes: of all tensors, by name.
+        facts: fields that a side adds to the manifest.
+    """
 
     states: Iterable[ShardState]
     shapes: Mapping[str, torch.Size]
@@ -53,16 +59,18 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the steps of a run need, made by a side when it knows plan and checkpoint; nothing of it writes.
+    """The parts of a run that a side makes when it knows plan and checkpoint; none of them writes.
 
     Attributes:
-        read: pairs plans with their micro-batches, in order; the plans are pulled lazily.
+        read: pairs the batch of each step with its micro-batches, in order, and pulls batches
+            lazily.
         nodes: see `LogicalBatches`.
         note_charge: see `Charge.note`.
-        save_every: steps between checkpoints; by default a twentieth of the reserve lies between two, so that it lasts for twenty
-            crashes.
-        stored: called at each checkpoint.
-        configuration: called when the ledger is there; arguments of `RunFolder.record_configuration`.
+        save_every: steps between checkpoints. By default a twentieth of the reserve lies between
+            two, so that the reserve lasts for twenty crashes.
+        stored: is called at each checkpoint.
+        configuration: is called once the ledger exists; returns the arguments of
+            `RunFolder.record_configuration`.
         isolation: has passed `Isolation.require`.
     """
 
@@ -83,46 +91,47 @@ class Parts:
 
 
 class Start(Protocol):
-    """What a side adds to a start. `open_run` calls its methods once each, in the order in which they stand here."""
+    """A side's part of a start. `open_run` calls each method once, in the order of this class."""
 
     folder: RunFolder
     may_restart: bool
-    """A run that has lost all its checkpoints may begin again at step 0, charging its steps once more."""
+    """Lets a run without its checkpoints begin again at step 0 and charge its steps again."""
 
     def checks(self) -> Sequence[Callable[[], object]]:
-        """What can refuse the start before the ledger is opened, cheap checks first; all of them write nothing to a run."""
+        """Returns the checks that come before the ledger, cheap ones first; none writes."""
         ...
 
     def open_ledger(self) -> Opening:
-        """`privacy.run.ledger.open_ledger`, asked for the side's plan."""
+        """Calls `privacy.run.ledger.open_ledger` with the side's plan."""
         ...
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
-        """Sets the model's weights, where it can before its engine is there; refuses a checkpoint of another model."""
+        """Sets the model's weights if its engine does not do so later; refuses another model's."""
         ...
 
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
-        """What is left to refuse: the engine with the checkpoint's state, the clipper on it, the reader."""
+        """Builds the engine with the checkpoint's state, the mechanism on it, and the reader."""
         ...
 
     def take_ledger(self, ledger: RunLedger) -> None:
-        """The ledger is open: right after it is opened, or made. May refuse one that is shorter than a side remembers."""
+        """Receives the ledger as soon as it is open; may refuse one that has lost lines."""
         ...
 
 
 Through = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
-"""What a caller puts between the reader and the mechanism: it may look, stop or leave out, and adds no example."""
+"""Stands between reader and mechanism: it may look at micro-batches, stop, or drop rows. It adds no
+example."""
 
 
 @dataclass(eq=False)
 class Step:
-    """One turn of the loop over a run: `Run.steps` deals it, and the caller takes and keeps it.
+    """A step, which `Run.steps` deals and the caller takes and keeps.
 
     Attributes:
-        batch: what this rank reads.
+        batch: says which examples this rank reads.
         micro_batches: the rows of `batch`; `Run.take` reads them.
-        began: when its turn began, before anything was read for it (privacy/ranks/clock.py).
-        state: how far it has come; a step that stays "begun" has failed.
+        began: when its turn began, before any of its data were read (privacy/ranks/clock.py).
+        state: a step that stays "begun" has failed.
     """
 
     batch: StepBatch
@@ -137,98 +146,80 @@ class Step:
 
 
 def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
-    """Opens a run, or a finished one. Collective.
+    """Opens a run, or returns a finished one. Collective.
 
-    Nothing of a run changes before its last check, and the ledger of a new one is made after it: a refused start spends and
-    reserves nothing, and can be given again with what was wrong put right. The folder alone is made, and locked, on the way.
+    Nothing of a run changes before its last check, and the ledger of a new run is made after that
+    check. So a refused start spends and reserves nothing, and can be repeated once its fault is
+    mended. The folder alone is made, and locked, before.
 
     Args:
-        is_dry: ends there: the run that is returned takes no step, and what is there already stays as it is.
+        is_dry: stops after the last check. The returned run takes no step, and an existing run
+            stays as it is.
 
     Raises:
-        ConfigError, PrivacyConfigError: what is asked for cannot be trained, or differs from what is frozen.
-        PrivacyStateRefused: the parts of the run folder do not fit together.
+        ConfigError, PrivacyConfigError: the run cannot be trained as asked, or was begun with
+            other settings.
+        PrivacyStateRefused: the files of the run folder contradict each other, or the run is void.
     """
     for check in start.checks():
         check()
-    folder, opening = start.folder, start.open_ledger()
-    ledger, resumed, restarted = opening.ledger, None, False
-    if ledger is not None:
-        if ledger.is_void:
-            raise PrivacyStateRefused(
-                f"{folder.ledger}: {WHY_MIXED}, and it does not go on: mend model or loss, and start "
-                "another run folder"
-            )
+    folder = start.folder
+    opening = start.open_ledger()
+    ledger = opening.ledger
+    resumed: Checkpoint | None = None
+    is_restarted = False
+    if ledger is None:
+        collectives.on_main(lambda: require_no_checkpoint(folder))
+    else:
+        require_not_void(folder, ledger)
         start.take_ledger(ledger)
         resumed = load_newest(folder, ledger, start.take_weights)
         if ledger.is_closed:
-            last = 0 if resumed is None else resumed.step
-            if last < opening.plan.num_steps:  # no step may be taken again
-                raise ConfigError(
-                    f"{folder.root} is finished and its budget is closed, but its last checkpoint is damaged or gone: the newest "
-                    f"whole one is that of step {last}; restore checkpoints/ from a copy"
-                )
-            if not is_dry:
-                # The crash may have come between the end and its signature.
-                ledger.on_main(Ledger.mend)
-            return Finished(ledger, resumed)
-        found = ledger, resumed
+            return finished(folder, ledger, resumed, opening.plan, is_dry=is_dry)
         require_drawn_noise(folder, opening.plan, resumed)
-        restarted = collectives.on_main(
-            lambda: begins_again(folder, *found, may_restart=start.may_restart)
-        )
-    else:
-        collectives.on_main(lambda: require_no_checkpoint(folder))
+        is_restarted = restarts(folder, ledger, resumed, may_restart=start.may_restart)
     parts = start.build(opening.plan, resumed)
     require_premises(parts.mechanism, parts.micro_batch_size, parts.nodes)
     layout = parts.mechanism.engine.layout
-    noised = sum(layout.count(rank) for rank in range(collectives.world_size()))
+    num_noised = sum(layout.count(rank) for rank in range(collectives.world_size()))
     exponent = parts.mechanism.clipped.exponent
     if ledger is not None:
-        stated, step = ledger.opened.get("noised_coordinates"), ledger.opened.get("sum_exponent")
-        if stated not in (None, noised):  # too large a number would refute honest noise
-            raise ConfigError(
-                f"{folder.ledger}: the run was opened with {stated:,} trained numbers, and this model has "
-                f"{noised:,}: give the model that it began with, or start another run folder"
-            )
-        if step not in (None, exponent):
-            raise ConfigError(
-                f"{folder.ledger}: the run was opened with sums and noise in steps of 2^-{step}, and this model "
-                f"has 2^-{exponent}: give it the precision that it began with, or start another run folder"
-            )
-    # From here on no check is left that refuses the start.
+        require_same_sums(folder, ledger, num_noised, exponent)
+    # No check below may refuse the start.
     if ledger is None:
-        ledger = opening.create(noised, exponent)
+        ledger = opening.create(num_noised, exponent)
         start.take_ledger(ledger)
     if is_dry:
         return Run(folder, ledger, parts, b"", resumed)
     collectives.on_main(folder.begin)
     if resumed is not None:
-        kept = resumed.path.name
-        collectives.on_main(lambda: set_aside_newer(folder.checkpoints, kept))
+        name = resumed.path.name
+        collectives.on_main(lambda: set_aside_newer(folder.checkpoints, name))
     ledger.on_main(Ledger.mend)
-    nonce = ledger.start_session(restarted=restarted)
+    nonce = ledger.start_session(restarted=is_restarted)
     if resumed is not None:
         ledger.adopt(resumed)
-    collectives.on_main(lambda: folder.record_configuration(*parts.configuration()))
+    configuration = parts.configuration
+    collectives.on_main(lambda: folder.record_configuration(*configuration()))
     return Run(folder, ledger, parts, nonce, resumed)
 
 
 class Finished(NamedTuple):
-    """A run whose end is in its ledger, and its last checkpoint, whose weights the side has taken."""
+    """A run whose ledger is closed, and its last checkpoint, whose weights the side has taken."""
 
     ledger: RunLedger
     resumed: Checkpoint | None
 
 
 class Run:
-    """An open run: `steps` deals those that are left, `take` makes one, and `keep` saves it.
+    """An open run: `steps` deals its remaining steps, `take` makes a step, and `keep` saves it.
 
     Attributes:
-        step: the last one that was taken and kept; the first of this start is `first_step`.
+        step: the last step that was taken and kept.
+        first_step: the first step of this start.
         saved: the step of the newest checkpoint; None before the first.
         outcome: how the steps ended (privacy/errors.py); None while they go on.
-        resumed: the checkpoint that this start goes on from, if there is one.
+        resumed: the checkpoint from which this start goes on, if there is one.
     """
 
     def __init__(
@@ -239,16 +230,20 @@ class Run:
         nonce: bytes,
         resumed: Checkpoint | None,
     ) -> None:
-        plan = ledger.plan
-        self.folder, self.ledger, self.parts, self.plan = folder, ledger, parts, plan
+        self.folder = folder
+        self.ledger = ledger
+        self.parts = parts
+        self.plan = ledger.plan
+        self.mechanism = parts.mechanism
+        self.engine = parts.mechanism.engine
         self.step = 0 if resumed is None else resumed.step
         self.first_step = self.step + 1
         self.saved = None if resumed is None else resumed.step
         self.outcome: int | None = None
         self.resumed = resumed
         self._turn: Step | None = None
-        self._is_dealing = self._is_stopped = False
-        self.mechanism, self.engine = parts.mechanism, parts.mechanism.engine
+        self._is_dealing = False
+        self._is_stopped = False
         self._charge = Charge(ledger, parts.learning_rate, parts.note_charge)
         self._batches = LogicalBatches(
             parts.mechanism.sampler,
@@ -256,9 +251,9 @@ class Run:
             nonce,
             ledger.attempts,
             parts.micro_batch_size,
-            pads_to_cap=plan.enabled,
+            pads_to_cap=self.plan.enabled,
             nodes=parts.nodes,
-            expected_batch_size=plan.expected_batch_size,
+            expected_batch_size=self.plan.expected_batch_size,
         )
         parts.isolation.begin(self._num_micro_batches())
         self._checkpoints = CheckpointWriter(
@@ -270,18 +265,17 @@ class Run:
 
     def _num_micro_batches(self) -> int:
         """Returns how many micro-batches each rank goes through until the end of the run."""
-        mechanism, parts = self.mechanism, self.parts
-        of_a_step = most_micro_batches(
-            mechanism.sampler,
+        num_per_step = most_micro_batches(
+            self.mechanism.sampler,
             collectives.world_size(),
-            parts.micro_batch_size,
-            parts.nodes,
+            self.parts.micro_batch_size,
+            self.parts.nodes,
             self.plan.expected_batch_size,
         )
-        return (self.plan.num_steps - self.step) * of_a_step
+        return (self.plan.num_steps - self.step) * num_per_step
 
     def steps(self) -> Generator[Step, None, None]:
-        """Deals the steps that are left, one a turn; ends the run in its ledger after the last. Collective.
+        """Yields the remaining steps, and closes the ledger after the last one. Collective.
 
             for step in run.steps():
                 record = run.take(step)
@@ -289,30 +283,34 @@ class Run:
                 run.keep(step)
                 print(record)  # a user's code sees the step
 
-        The run ends when its last step is kept and the next is asked for, so that the caller may still look at the model. A run
-        that ends early is saved, too; `outcome` says why. A caller that leaves the loop by itself saves and ends nothing.
+        The ledger is closed when the caller asks for a step after the last, so the caller may
+        still look at the model. A run that ends early is saved, too, and `outcome` says why. A
+        caller that leaves the loop by `break` saves and closes nothing.
 
         Raises:
-            RuntimeError: the step of the last turn was not taken, or not kept; or the steps were dealt before.
+            RuntimeError: the step of the last turn was not taken and kept; or the steps of this
+                run were dealt before.
             WeightsNotFinite, CheckpointWriteError: the last step cannot be saved.
         """
         if self._is_dealing:
             raise RuntimeError("the steps of a run are dealt once: open the run again")
-        self._is_dealing, last = True, self.plan.num_steps
-        with contextlib.closing(
-            self.parts.read(self._batches.plans(self.step + 1, last))
-        ) as reading:
+        self._is_dealing = True
+        last = self.plan.num_steps
+        batches = self._batches.plans(self.step + 1, last)
+        with contextlib.closing(self.parts.read(batches)) as reading:
             while self.step < last:
                 self._require_turn_is_over()
                 began = clock.now()  # the wait for data is in a step's time
-                # The same answer on all ranks: one that went on alone would wait for the others in its next collective.
+                # All ranks get one answer: a rank that went on alone would wait in its next
+                # collective for ever.
                 is_spent, is_stopped = collectives.on_any(
                     self.ledger.budget_is_spent(), self._is_stopped
                 )
                 if is_spent or is_stopped:
                     self.outcome = BUDGET_SPENT if is_spent else STOPPED_EARLY
                     break
-                self._turn = Step(*next(reading), began)
+                batch, micro_batches = next(reading)
+                self._turn = Step(batch, micro_batches, began)
                 yield self._turn
                 if self.outcome is not None:  # the step was dropped
                     break
@@ -324,23 +322,25 @@ class Run:
             self.ledger.close_run()
 
     def stop(self) -> None:
-        """Asks for the end of the run before its next step; one rank that asks is enough."""
+        """Ends the run before its next step; a call on one rank is enough."""
         self._is_stopped = True
 
     def take(self, step: Step, through: Through | None = None) -> StepRecord:
         """Notes, charges and makes the step of this turn; see `train_step`. Collective.
 
         Args:
-            through: is given the step's micro-batches, and gives those that the mechanism reads.
+            through: takes the step's micro-batches, and yields those that the mechanism reads.
 
         Raises:
-            StepDropped: before the intent, on all ranks: the step costs nothing, and the next turn ends the run.
-            MixedExamples: on all ranks: losses depend on other examples. The ledger says that no guarantee holds.
-            RuntimeError: another turn's step, or one that was begun before.
+            StepDropped: on all ranks, before the intent: the step costs nothing, and the next turn
+                ends the run.
+            MixedExamples: on all ranks: losses depend on other examples. The ledger then records
+                that no guarantee holds.
+            RuntimeError: the step is of another turn, or was begun before.
         """
         self._require(step, "dealt")
         step.state = "begun"
-        # Before the intent, so that every charge has its private record of whom it was spent on.
+        # Before the intent, so that every charge has a private record of its examples.
         self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
         micro_batches = step.micro_batches if through is None else through(step.micro_batches)
         isolation = self.parts.isolation
@@ -349,7 +349,8 @@ class Run:
             with self._voiding_if_mixed():
                 record = train_step(self.mechanism, self._charge, step.number, watched)
         except StepDropped:
-            self._turn, self.outcome = None, STOPPED_EARLY
+            self._turn = None
+            self.outcome = STOPPED_EARLY
             with self._voiding_if_mixed():  # a check of this step may have failed before
                 isolation.require_apart()
             raise
@@ -357,18 +358,21 @@ class Run:
         return record
 
     def keep(self, step: Step) -> None:
-        """Counts the step that was taken as done, and saves it where that is due. Collective.
+        """Counts a taken step as done, and saves it if a checkpoint is due. Collective.
 
-        Averages and schedulers have moved by then, since a resume goes on from the checkpoint; code of a user has not run, since
-        the checkpoint holds what the mechanism made.
+        Call it after averages and schedulers have moved, since a resume goes on from the
+        checkpoint, and before any code of a user, since the checkpoint holds the weights that the
+        mechanism made.
 
         Raises:
             RuntimeError: the step was not taken in this turn.
-            WeightsNotFinite, CheckpointWriteError: it cannot be saved.
+            WeightsNotFinite, CheckpointWriteError: the step cannot be saved.
         """
         self._require(step, "taken")
-        self._turn, self.step = None, step.number
-        # One step after it began, whatever the clock: the ledger shows where (contract 12).
+        self._turn = None
+        self.step = step.number
+        # A checkpoint in the background ends one step after it began, whatever the clock says: the
+        # ledger shows the place of its record, which must not depend on time (contract 12).
         self._checkpoints.finish()
         interval = self.parts.save_every or max(1, self.plan.reserved_attempts // 20)
         is_last = self.step == self.plan.num_steps
@@ -379,7 +383,7 @@ class Run:
 
     @contextlib.contextmanager
     def _voiding_if_mixed(self) -> Iterator[None]:
-        """Records in the ledger that no guarantee holds, where examples were found not to stay apart. Collective."""
+        """Records that no guarantee holds if its block raises MixedExamples. Collective."""
         try:
             yield
         except MixedExamples:
@@ -389,67 +393,148 @@ class Run:
     def _require(self, step: Step, state: str) -> None:
         if step is not self._turn or step.state != state:
             raise RuntimeError(
-                f"step {step.number} is not one that is {state} in this turn: call run.take(step), then run.keep(step), once each"
+                f"step {step.number} is not {state} in this turn: call run.take(step), then "
+                "run.keep(step), once each"
             )
 
     def _require_turn_is_over(self) -> None:
         if self._turn is not None:
             raise RuntimeError(
-                f"step {self._turn.number} is {self._turn.state} and not kept: call run.take(step), then run.keep(step), in "
-                "every turn"
+                f"step {self._turn.number} is {self._turn.state} and not kept: call "
+                "run.take(step), then run.keep(step), in every turn"
             )
 
     def save(self) -> None:
-        """Writes a checkpoint of the last step, or starts to, if there is none; the ledger notes it when it is whole. Collective.
+        """Writes a checkpoint of the last step, or begins to, unless there is one. Collective.
+
+        The ledger records the checkpoint once it is whole.
 
         Raises:
-            WeightsNotFinite: there is nothing to save (on rank 0, RemoteError elsewhere).
-            RuntimeError: a turn is not over; the weights may be those of half a step.
+            WeightsNotFinite: on rank 0 (RemoteError elsewhere).
+            RuntimeError: a turn is not over, so the weights may be those of half a step.
         """
         self._require_turn_is_over()
         if self.saved == self.step:
             return
         require_finite(self.engine, self.step)
         states, shapes, facts = self.parts.stored()
-        said = {  # a checkpoint without it would be a model without a guarantee
+        # A manifest without these fields would be one of a model without a guarantee.
+        claim = {
             "formal_guarantee": self.plan.formal_guarantee,
             "reasons": list(self.plan.reasons),
             "ledger": self.ledger.position(),
             "charged_attempts": self.ledger.num_charged,
         }
-        self._checkpoints.save(self.step, states, shapes, said | dict(facts))
+        self._checkpoints.save(self.step, states, shapes, claim | dict(facts))
         self.saved = self.step
 
 
+def require_not_void(folder: RunFolder, ledger: RunLedger) -> None:
+    """Refuses a run whose examples were mixed.
+
+    Raises:
+        PrivacyStateRefused: its ledger records that.
+    """
+    if ledger.is_void:
+        raise PrivacyStateRefused(
+            f"{folder.ledger}: {WHY_MIXED}, and it does not go on: mend model or loss, and start "
+            "another run folder"
+        )
+
+
+def finished(
+    folder: RunFolder,
+    ledger: RunLedger,
+    resumed: Checkpoint | None,
+    plan: PrivacyPlan,
+    *,
+    is_dry: bool,
+) -> Finished:
+    """Returns a run whose ledger is closed.
+
+    Raises:
+        ConfigError: its last checkpoint is damaged or gone; no step may be taken again.
+    """
+    last = 0 if resumed is None else resumed.step
+    if last < plan.num_steps:
+        raise ConfigError(
+            f"{folder.root} is finished and its budget is closed, but its last checkpoint is "
+            f"damaged or gone: the newest whole one is that of step {last}; restore checkpoints/ "
+            "from a copy"
+        )
+    if not is_dry:
+        # A crash may have come between the ledger's last line and its copy in the mirror.
+        ledger.on_main(Ledger.mend)
+    return Finished(ledger, resumed)
+
+
+def require_same_sums(
+    folder: RunFolder, ledger: RunLedger, num_noised: int, exponent: int | None
+) -> None:
+    """Requires the number of noised coordinates and the step of the sums that the run began with.
+
+    A larger number would have the noise test refute honest noise; another step would change the
+    distribution of the noise.
+
+    Raises:
+        ConfigError: the model or its precision is another one.
+    """
+    recorded_noised = ledger.opened.get("noised_coordinates")
+    recorded_exponent = ledger.opened.get("sum_exponent")
+    if recorded_noised not in (None, num_noised):
+        raise ConfigError(
+            f"{folder.ledger}: the run was opened with {recorded_noised:,} trained numbers, and "
+            f"this model has {num_noised:,}: give the model that it began with, or start another "
+            "run folder"
+        )
+    if recorded_exponent not in (None, exponent):
+        raise ConfigError(
+            f"{folder.ledger}: the run was opened with sums and noise in steps of "
+            f"2^-{recorded_exponent}, and this model has 2^-{exponent}: give it the precision that "
+            "it began with, or start another run folder"
+        )
+
+
+def restarts(
+    folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool
+) -> bool:
+    """Returns, on every rank, what `begins_again` says on rank 0, which alone reads the folder."""
+    return collectives.on_main(
+        lambda: begins_again(folder, ledger, resumed, may_restart=may_restart)
+    )
+
+
 def require_drawn_noise(folder: RunFolder, plan: PrivacyPlan, resumed: Checkpoint | None) -> None:
-    """Refuses to go on with a run of version 0.1, whose noise this version does not draw; one that has no step left may end.
+    """Refuses to go on with a run of version 0.1, whose noise this version does not draw.
+
+    Such a run may end where no step is left.
 
     Raises:
         PrivacyStateRefused: steps are left.
     """
     if plan.had_doubles and (0 if resumed is None else resumed.step) < plan.num_steps:
         raise PrivacyStateRefused(
-            f"{folder.ledger}: the run began with noise made of doubles, which is no longer drawn: export and "
-            "verify what it has, end it with version 0.1, or start another run folder"
+            f"{folder.ledger}: the run began with noise made of doubles, which is no longer drawn: "
+            "export and verify its checkpoints, end it with version 0.1, or start another folder"
         )
 
 
 def load_newest(
     folder: RunFolder, ledger: RunLedger, take_weights: Callable[[Checkpoint], object] | None
 ) -> Checkpoint | None:
-    """Finds the newest whole checkpoint and has the model take its weights. Collective.
+    """Returns the newest whole checkpoint, whose weights the model has taken. Collective.
 
     Raises:
-        PrivacyStateRefused: the checkpoint knows more of the ledger than the ledger itself, is of another run, or is not the
-            one that the ledger recorded.
+        PrivacyStateRefused: the checkpoint remembers lines that the ledger has lost, is of another
+            run, or is not the one that the ledger recorded.
     """
     checkpoint = newest_whole(folder.checkpoints, ledger.require_not_shorter_than)
     if checkpoint is None:
         return None
     if not checkpoint.manifest.get("ledger"):
         raise PrivacyStateRefused(
-            f"{checkpoint.path} remembers no line of this run's ledger, so it was not written by this run: take it away; "
-            "weights from elsewhere are what a new run folder starts from"
+            f"{checkpoint.path} remembers no line of this run's ledger, so this run did not write "
+            "it: take it away, and start a new run folder from weights of another run"
         )
     ledger.on_main(lambda on_rank_0: require_recorded(checkpoint.path, on_rank_0.state))
     if take_weights is not None:
@@ -458,45 +543,48 @@ def load_newest(
 
 
 def require_no_checkpoint(folder: RunFolder) -> None:
-    """A new run begins beside no checkpoint that remembers a ledger, not even one that was set aside.
+    """Refuses to begin a new run beside a checkpoint that remembers a ledger, or one set aside.
 
     Raises:
-        PrivacyStateRefused: one is there.
+        PrivacyStateRefused: there is one.
     """
     for manifest in readable_manifests(folder.checkpoints):
         if manifest.get("ledger"):
             raise PrivacyStateRefused(
-                f"{folder.ledger}: is gone, and a checkpoint of step {manifest['step']} remembers it; what was spent is unknown: "
-                "put it back, or start another run folder"
+                f"{folder.ledger}: is gone, and a checkpoint of step {manifest['step']} remembers "
+                "it, so the spent budget is unknown: put it back, or start another run folder"
             )
 
 
 def begins_again(
     folder: RunFolder, ledger: RunLedger, resumed: Checkpoint | None, *, may_restart: bool
 ) -> bool:
-    """Whether the run has lost all its checkpoints and begins again at step 0; prints one line about any other loss.
+    """Returns whether the run has lost all its checkpoints and begins again at step 0.
 
-    A crash before the first checkpoint is no loss: the ledger records a checkpoint only when it is durable, and one that
-    replaces another is durable before that is removed.
+    Prints a line about the loss of some checkpoints. A crash before the first checkpoint loses
+    none: the ledger records a checkpoint only when it is durable, and a new checkpoint is durable
+    before the old one is removed.
 
     Raises:
-        PrivacyStateRefused: the ledger records a checkpoint, none is there, and nobody allowed to charge the steps again.
+        PrivacyStateRefused: the ledger records a checkpoint, the folder has none, and
+            `may_restart` does not allow to charge the steps again.
     """
-    recorded = ledger.checkpointed_step
+    recorded_step = ledger.checkpointed_step
     if resumed is not None:
-        if recorded is not None and resumed.step < recorded:
+        if recorded_step is not None and resumed.step < recorded_step:
             collectives.say(
-                f"the ledger records a checkpoint of step {recorded}, which is gone or set aside: the steps after "
-                f"{resumed.step} are repeated and charged again"
+                f"the ledger records a checkpoint of step {recorded_step}, which is gone or set "
+                f"aside: the steps after {resumed.step} are repeated and charged again"
             )
         if may_restart:
             collectives.say(
                 f"restart_from_step_0 changes nothing: there is a checkpoint of step {resumed.step}"
             )
         return False
-    if recorded is not None and not may_restart:
+    if recorded_step is not None and not may_restart:
         raise PrivacyStateRefused(
-            f"{folder.checkpoints}: the ledger records a checkpoint of step {recorded}, and none is there: put one back, or "
-            "give --restart_from_step_0, or restart_from_step_0=True to a loop, which charges all steps again"
+            f"{folder.checkpoints}: the ledger records a checkpoint of step {recorded_step}, and "
+            "none is there: put one back, or give --restart_from_step_0, or "
+            "restart_from_step_0=True to a loop, which charges all steps again"
         )
-    return recorded is not None
+    return recorded_step is not None
