@@ -52,20 +52,20 @@ MISTAKES: dict[str, tuple[Body, str, int]] = {
     "keeps nothing": (lambda run, step: run.take(step), "step 2 is taken and not kept", 2),
     "keeps what it did not take": (
         lambda run, step: run.keep(step),
-        "step 2 is not one that is taken in this turn",
+        "step 2 is not taken in this turn",
         1,
     ),
-    "keeps twice": (keep_twice, "step 2 is not one that is taken in this turn", 2),
-    "takes twice": (take_twice, "step 2 is not one that is dealt in this turn", 2),
+    "keeps twice": (keep_twice, "step 2 is not taken in this turn", 2),
+    "takes twice": (take_twice, "step 2 is not dealt in this turn", 2),
     "takes another step": (
         take_a_step_of_its_own,
-        "step 2 is not one that is dealt in this turn",
+        "step 2 is not dealt in this turn",
         1,
     ),
     "saves half a turn": (save_before_it_keeps, "step 2 is taken and not kept", 2),
     "keeps a step that failed": (
         go_on_after_a_failure,
-        "step 2 is not one that is taken in this turn",
+        "step 2 is not taken in this turn",
         2,
     ),
 }
