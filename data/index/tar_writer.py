@@ -1,4 +1,4 @@
-"""Writes tar shards: plain ustar without times or owners, so that equal content gives equal bytes."""
+"""Writes tar shards as plain ustar without times or owners: equal content gives equal bytes."""
 
 import io
 import tarfile
@@ -12,18 +12,18 @@ Example = tuple[str, Mapping[str, bytes]]
 
 
 def write_shard(path: Path, examples: Iterable[Example], mode: int = 0o666) -> int:
-    """Writes one shard; it gets its name when it is whole and on the disk.
+    """Writes one shard, which gets its name when it is whole and durable.
 
     Args:
-        path: the shard's; an older file is replaced.
-        examples: written one by one, so that memory holds one.
+        path: of the shard; an older file is replaced.
+        examples: written one by one, so that one at a time is in memory.
         mode: permissions of the file, less the umask.
 
     Returns:
         The number of examples.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the shard cannot be written.
     """
     count = 0
     with (

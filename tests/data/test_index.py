@@ -513,12 +513,12 @@ def test_copies_over_shards_are_counted(tmp_path: Path) -> None:
     rows["crc32"], rows["low"] = rng.integers(0, 2**32, count), 7
     entries = [replace(table.entries[0], name=str(number), count=count // 4) for number in range(4)]
     copies, by_chance, _ = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(
-        most=20_000
+        max_compared=20_000
     )
     assert copies <= by_chance
     rows[-6000:] = rows[:6000]
     copies, by_chance, pair = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(
-        most=20_000
+        max_compared=20_000
     )
     assert by_chance < 5000 < copies < 7000 and pair == ("0", "3")
 
