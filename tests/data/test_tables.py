@@ -18,7 +18,7 @@ from data.importers.convert import Settings
 from data.importers.pipeline import import_examples
 from data.importers.sources import (
     Columns,
-    Item,
+    SourceExample,
     Source,
     coco_source,
     folder_source,
@@ -32,7 +32,7 @@ from tests.data.test_importers import members, pictures
 Pairs = list[tuple[str, tuple[str, ...]]]
 
 
-def items_of(source: Source) -> list[Item]:
+def items_of(source: Source) -> list[SourceExample]:
     return [item for part in source.parts for item in part]
 
 
