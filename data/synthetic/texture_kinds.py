@@ -7,7 +7,7 @@ from math import pi
 import numpy as np
 
 from data.synthetic.scene import Texture
-from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, listed
+from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, enumeration
 
 Rng = np.random.Generator
 Words = Sequence[str]
@@ -343,7 +343,7 @@ def describe(texture: Texture, rng: Rng) -> str:
     number = COUNTS[int(texture.values[0])] if "{n}" in noun else ""
     colours = list(texture.colours)
     words = noun.format(
-        c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives
+        c=enumeration(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives
     ).split()
     for place, word in enumerate(words[:-1]):
         if word in ("a", "an"):
