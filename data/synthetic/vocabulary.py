@@ -86,26 +86,24 @@ _PAIRS = (("left", "right"), ("above", "below"), ("inside", "around"))
 OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 INTRODUCTIONS = (
     *[""] * 4,
-    *(
-        "a picture of ",
-        "an image of ",
-        "a drawing of ",
-        "an illustration of ",
-        "a graphic of ",
-        "artwork showing ",
-    ),
-    *("a design with ", "a simple picture showing "),
+    "a picture of ",
+    "an image of ",
+    "a drawing of ",
+    "an illustration of ",
+    "a graphic of ",
+    "artwork showing ",
+    "a design with ",
+    "a simple picture showing ",
 )
 ABSTRACT_INTRODUCTIONS = (
     *[""] * 3,
-    *(
-        "an abstract pattern of ",
-        "an abstract image of ",
-        "a texture of ",
-        "a background of ",
-        "digital art with ",
-    ),
-    *("a computer generated image of ", "wallpaper with "),
+    "an abstract pattern of ",
+    "an abstract image of ",
+    "a texture of ",
+    "a background of ",
+    "digital art with ",
+    "a computer generated image of ",
+    "wallpaper with ",
 )
 
 
