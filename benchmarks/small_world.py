@@ -412,7 +412,7 @@ def judges(
         "place",
         pools()["never"],
         5,
-        lambda placed: 3 * w.place(placed.y[:, 0]) + w.place(placed.x[:, 0]),
+        lambda placed: 3 * w.third_of(placed.y[:, 0]) + w.third_of(placed.x[:, 0]),
     )
     for name, among in (
         ("clothes", pools()["clothes"]),

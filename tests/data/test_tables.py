@@ -18,8 +18,8 @@ from data.importers.convert import Settings
 from data.importers.pipeline import import_examples
 from data.importers.sources import (
     Columns,
-    SourceExample,
     Source,
+    SourceExample,
     coco_source,
     folder_source,
     parquet_source,
