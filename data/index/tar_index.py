@@ -148,7 +148,7 @@ class ExampleTable:
         crc32s_K = rows_K["crc32"].astype(np.int64)
         return Extents(shards_K, offsets_K, num_blocks_K * BLOCK, crc32s_K)
 
-    def found_in(
+    def count_shared_with(
         self, other_table: "ExampleTable", max_searched: int = 1_000_000
     ) -> tuple[int, float]:
         """Counts examples that another table has byte for byte, by length and CRC-32.
