@@ -19,7 +19,7 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def named_when_whole(path: Path, mode: int = 0o666) -> Iterator[Path]:
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """Yields an empty file to fill, which gets the name `path` at the end.
 
     Readers see the old or the new content, never a part. After an error only the old content stays.
@@ -46,7 +46,7 @@ def named_when_whole(path: Path, mode: int = 0o666) -> Iterator[Path]:
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replaces the content of `path`, whole or not at all."""
     content_bytes = content.encode() if isinstance(content, str) else content
-    with named_when_whole(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_bytes(content_bytes)
 
 
@@ -58,7 +58,7 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
         DataError: the file cannot be written.
     """
     try:
-        with named_when_whole(path, 0o600) as temporary, open(temporary, "wb") as file:
+        with atomic_file(path, 0o600) as temporary, open(temporary, "wb") as file:
             yield file
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error

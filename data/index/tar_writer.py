@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from data.files import named_when_whole
+from data.files import atomic_file
 
 Example = tuple[str, Mapping[str, bytes]]
 """Key and its members, extension -> bytes."""
@@ -27,7 +27,7 @@ def write_shard(path: Path, examples: Iterable[Example], mode: int = 0o666) -> i
     """
     count = 0
     with (
-        named_when_whole(path, mode) as temporary,
+        atomic_file(path, mode) as temporary,
         tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar,
     ):
         for key, members in examples:
