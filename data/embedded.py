@@ -42,7 +42,7 @@ def unpack_fashion(root: Path) -> Path:
     import numpy as np
     from PIL import Image
 
-    from data.examples.transforms import encoded
+    from data.examples.transforms import encode_image
 
     try:
         folder.parent.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def unpack_fashion(root: Path) -> Path:
                 grey_HW = np.rint(shades_NHW[i] * (255 / (NUM_SHADES - 1))).astype(np.uint8)
                 caption = str(captions[caption_N[i]])
                 return {
-                    "png": encoded(Image.fromarray(grey_HW), "png"),
+                    "png": encode_image(Image.fromarray(grey_HW), "png"),
                     "txt": caption.encode(),
                 }
 

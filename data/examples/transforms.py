@@ -177,7 +177,7 @@ def decode(
         raise DecodeError(f"the image cannot be decoded: {type(error).__name__}") from error
 
 
-def encoded(image: Image.Image, image_format: str, **settings: int) -> bytes:
+def encode_image(image: Image.Image, image_format: str, **settings: int) -> bytes:
     """Returns the image as jpg or webp of quality 90, or as png, without metadata.
 
     Args:

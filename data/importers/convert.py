@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from scipy.fft import dctn
 
 from data.errors import DecodeError, ReadError
-from data.examples.transforms import decode, encoded, to_rgb
+from data.examples.transforms import decode, encode_image, to_rgb
 from data.importers.sources import SourceExample
 from data.index.tar_writer import Example, write_shard
 
@@ -185,7 +185,7 @@ def convert_example(
     pixels = digest.digest()[:_DIGEST_BYTES]
     digest.update("".join(captions[:1]).encode("utf-8"))
     perceptual = perceptual_hash(image)
-    members = {settings.image_format: encoded(image, settings.image_format)}
+    members = {settings.image_format: encode_image(image, settings.image_format)}
     if captions:
         members["txt"] = captions[0].encode("utf-8")
     if source_example.label is not None:

@@ -15,7 +15,7 @@ import PIL
 from PIL import Image
 
 from data.errors import DataError, ReadError
-from data.examples.transforms import encoded
+from data.examples.transforms import encode_image
 from data.files import write_durably
 from data.index.tar_writer import Example, write_shard
 from data.reading.pool import run_all
@@ -147,7 +147,7 @@ def write_one(output: Path, settings: Settings, shard: int) -> int:
     def examples() -> Iterator[Example]:
         for index, example in zip(indices, settings.data().examples(indices), strict=True):
             image = Image.fromarray(example.image_HWC)
-            image_bytes = encoded(image, image_format, **encoder_settings)
+            image_bytes = encode_image(image, image_format, **encoder_settings)
             yield f"{index:012d}", {image_format: image_bytes, "txt": example.caption.encode()}
 
     return write_shard(output / settings.shard_name(shard), examples())

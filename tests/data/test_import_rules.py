@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from data.errors import DecodeError
-from data.examples.transforms import encoded
+from data.examples.transforms import encode_image
 from data.importers.convert import (
     MAX_CHARACTERS,
     MAX_DISTANCE,
@@ -73,7 +73,7 @@ def test_orientation_is_applied_and_metadata_is_gone() -> None:
     image = resized(buffer.getvalue(), 256)
     assert image.size == (20, 60)
     for image_format in ("jpg", "webp", "png"):
-        data = encoded(image, image_format)
+        data = encode_image(image, image_format)
         assert b"secret" not in data
         with Image.open(io.BytesIO(data)) as again:
             assert again.size == (20, 60) and not dict(again.getexif())
