@@ -173,7 +173,7 @@ def convert_example(
     clean_captions = map(clean_caption, source_example.captions)
     captions = list(dict.fromkeys(text for text in clean_captions if text is not None))
     try:
-        image = resized(image_bytes, settings.size)
+        image = resize_image(image_bytes, settings.size)
     except DecodeError:
         return "undecodable_image"
     if min(image.size) < MIN_SIDE:
@@ -228,7 +228,7 @@ def clean_caption(text: str) -> str | None:
     return text if any(c.isalpha() for c in text) else None
 
 
-def resized(image_bytes: bytes, size: int) -> Image.Image:
+def resize_image(image_bytes: bytes, size: int) -> Image.Image:
     """Returns an upright RGB image whose shorter side has at most `size` pixels; never enlarges.
 
     Raises:

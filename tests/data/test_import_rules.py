@@ -19,7 +19,7 @@ from data.importers.convert import (
     clean_caption,
     owner_digest,
     perceptual_hash,
-    resized,
+    resize_image,
 )
 from data.importers.pipeline import held_out, near_duplicates, over_limit
 from tests.data.conftest import ROOT, picture
@@ -59,18 +59,18 @@ def test_cleaning_twice_changes_nothing(text: str) -> None:
 
 
 def test_resizing_shrinks_the_shorter_side_and_never_enlarges() -> None:
-    assert resized(picture(0, width=320, height=200), 50).size == (80, 50)
-    assert resized(picture(0, width=40, height=30), 50).size == (40, 30)
+    assert resize_image(picture(0, width=320, height=200), 50).size == (80, 50)
+    assert resize_image(picture(0, width=40, height=30), 50).size == (40, 30)
     for broken in (b"", b"nonsense", picture(1)[:200]):
         with pytest.raises(DecodeError):
-            resized(broken, 64)
+            resize_image(broken, 64)
 
 
 def test_orientation_is_applied_and_metadata_is_gone() -> None:
     buffer, exif = io.BytesIO(), Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "secret place"
     Image.new("RGB", (60, 20), (200, 0, 0)).save(buffer, "JPEG", exif=exif)
-    image = resized(buffer.getvalue(), 256)
+    image = resize_image(buffer.getvalue(), 256)
     assert image.size == (20, 60)
     for image_format in ("jpg", "webp", "png"):
         data = encode_image(image, image_format)
