@@ -98,7 +98,7 @@ def import_examples(
             drop(rows[is_near & ~has_earlier_pixels], "near_duplicate")
         if settings.max_per_owner is not None:
             rows = np.flatnonzero(stays_N)
-            is_over = over_limit(rows_N[rows], settings.max_per_owner, settings.seed)
+            is_over = is_over_limit(rows_N[rows], settings.max_per_owner, settings.seed)
             drop(rows[is_over], "owner_limit")
         if not stays_N.any():
             reasons = [f"{count} {REASONS[reason]}" for reason, count in counts.items() if count]
@@ -107,7 +107,7 @@ def import_examples(
                 "readable picture with a caption (.txt) or label (.cls) of the same name, or the "
                 "column that --caption_column or --label_column names"
             )
-        is_heldout_N = stays_N & held_out(rows_N, settings.heldout_share, settings.seed)
+        is_heldout_N = stays_N & choose_heldout(rows_N, settings.heldout_share, settings.seed)
         sizes = [len(part.rows_N) for part in parts]
         part_N = np.repeat(np.arange(len(parts)), sizes)
         place_N = np.concatenate([np.arange(size) for size in sizes])
@@ -172,7 +172,7 @@ def write_chosen(work: Path, path: Path, members_K2: np.ndarray) -> None:
     write_shard(path, examples(), mode=0o600)
 
 
-def held_out(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
+def choose_heldout(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
     """Chooses about `share` of the examples by a keyed hash, with alike examples on one side.
 
     Equal examples, examples whose pictures' hashes differ in at most `ALIKE` bits, and those of the
@@ -273,7 +273,7 @@ def near_pairs(hashes_U: np.ndarray, distance: int) -> np.ndarray:
     return np.unique(np.concatenate(pairs), axis=0)
 
 
-def over_limit(rows_N: np.ndarray, limit: int, seed: int) -> np.ndarray:
+def is_over_limit(rows_N: np.ndarray, limit: int, seed: int) -> np.ndarray:
     """Returns bool (N,): True for examples behind the first `limit` of their owner.
 
     The keyed hash of their content orders an owner's examples.

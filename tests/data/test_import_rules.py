@@ -21,7 +21,7 @@ from data.importers.convert import (
     perceptual_hash,
     resize_image,
 )
-from data.importers.pipeline import held_out, near_duplicates, over_limit
+from data.importers.pipeline import choose_heldout, is_over_limit, near_duplicates
 from tests.data.conftest import ROOT, picture
 
 
@@ -146,21 +146,21 @@ def rows_of(owners: list[str], seed: int = 0) -> np.ndarray:
 )
 def test_owner_limit_keeps_exactly_k_by_content(owners: list[str], limit: int, seed: int) -> None:
     rows = rows_of(owners)
-    over = over_limit(rows, limit, seed)
+    over = is_over_limit(rows, limit, seed)
     for owner in set(owners):
         mine = np.array([name == owner for name in owners])
         assert (~over[mine]).sum() == min(limit, mine.sum())
         # An owner's choice knows nothing of the others, nor of the order.
-        assert np.array_equal(over_limit(rows[mine], limit, seed), over[mine])
+        assert np.array_equal(is_over_limit(rows[mine], limit, seed), over[mine])
     order = np.random.default_rng(seed).permutation(len(owners))
-    assert np.array_equal(over_limit(rows[order], limit, seed), over[order])
+    assert np.array_equal(is_over_limit(rows[order], limit, seed), over[order])
 
 
 def test_share_is_what_was_asked_for_whatever_the_groups_are() -> None:
     count = 20_000
     rows = rows_of([f"{number // 10}" if number < count // 2 else "" for number in range(count)])
     for share in (0.01, 0.1, 0.5):
-        chosen = held_out(rows, share, seed=1)
+        chosen = choose_heldout(rows, share, seed=1)
         for half, groups in (
             (chosen[: count // 2], count // 20),
             (chosen[count // 2 :], count // 2),
