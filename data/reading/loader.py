@@ -25,13 +25,13 @@ from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
 from data.reading.reader import RawExample, TarReader
-from data.reading.workers import data_loader, shared
+from data.reading.workers import data_loader, move_to_shared_memory
 
 # The type alone: `data` never imports `privacy`.
 if TYPE_CHECKING:
     from privacy.step.batches import StepBatch
 
-KEPT_BYTES = 128 << 20
+CACHE_BYTES = 128 << 20
 """Limit of decoded examples that stay on each rank, divided among its workers.
 
 They are private and so stay in memory alone.
@@ -56,7 +56,7 @@ class Failure(NamedTuple):
     message: str
 
 
-class Prefetched:
+class Prefetcher:
     """Takes micro-batches from workers, and measures the wait for them.
 
     Attributes:
@@ -118,7 +118,7 @@ class Prefetched:
         return batch
 
 
-class Loader(Prefetched):
+class Loader(Prefetcher):
     """Delivers the micro-batches of planned steps."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Loader(Prefetched):
                 "micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at "
                 "least 0"
             )
-        cache_bytes = KEPT_BYTES // max(num_workers, 1)
+        cache_bytes = CACHE_BYTES // max(num_workers, 1)
         self._dataset = MicroBatches(table, make_example, micro_batch_size, cache_bytes)
         super().__init__(num_workers, prefetch_micro_batches, pin_memory)
         self._micro_batch_size = micro_batch_size
@@ -268,7 +268,9 @@ class MicroBatches(Dataset):
         try:
             keyed_examples = zip(examples, request.example_keys, strict=True)
             rows = request.rows.tolist()
-            return shared(stack_examples(keyed_examples, self, self._micro_batch_size, rows))
+            return move_to_shared_memory(
+                stack_examples(keyed_examples, self, self._micro_batch_size, rows)
+            )
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:

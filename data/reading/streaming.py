@@ -22,9 +22,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
-from data.reading.loader import Failure, Prefetched, stack_examples
+from data.reading.loader import Failure, Prefetcher, stack_examples
 from data.reading.reader import RawExample, read_in_order
-from data.reading.workers import shared
+from data.reading.workers import move_to_shared_memory
 
 if TYPE_CHECKING:
     from privacy.step.batches import StepBatch
@@ -98,7 +98,7 @@ class Stream:
         yield from named_examples
 
 
-class StreamingLoader(Prefetched, IterableDataset):
+class StreamingLoader(Prefetcher, IterableDataset):
     """Delivers the micro-batches of a stream, step by step: `loader.Loader` for public data.
 
     Of num_workers workers, worker k yields each num_workers-th micro-batch.
@@ -182,7 +182,7 @@ class StreamingLoader(Prefetched, IterableDataset):
                     batch = stack_examples(
                         batch_examples, self._make_example, self._micro_batch_size
                     )
-                    yield shared(batch)
+                    yield move_to_shared_memory(batch)
         except (DataError, ReadError) as error:
             yield Failure(type(error), str(error))
         except MemoryError:

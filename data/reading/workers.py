@@ -86,7 +86,7 @@ def data_loader(
         dataset,
         sampler=requests,
         batch_size=None,
-        collate_fn=as_is,
+        collate_fn=keep_batch,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         multiprocessing_context=worker_context() if num_workers else None,
@@ -95,7 +95,7 @@ def data_loader(
     )
 
 
-def shared(batch: Batch) -> Batch:
+def move_to_shared_memory(batch: Batch) -> Batch:
     """Moves a worker's micro-batch to shared memory and returns it.
 
     torch would do so in a thread that prints an error and loses the micro-batch, and the trainer
@@ -117,6 +117,6 @@ def shared(batch: Batch) -> Batch:
     return batch
 
 
-def as_is(batch: Any) -> Any:
+def keep_batch(batch: Any) -> Any:
     """Returns the batch unchanged, so that torch converts nothing; unlike a lambda it pickles."""
     return batch
