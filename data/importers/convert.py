@@ -84,7 +84,7 @@ featureless pictures lack; the digest of the owner; and the digest of the pixels
 """
 
 
-class Converted(NamedTuple):
+class ConvertedPart(NamedTuple):
     """Facts of the examples of one part.
 
     Attributes:
@@ -107,7 +107,7 @@ def part_path(work: Path, number: int) -> Path:
 
 def convert_part(
     work: Path, number: int, part: Iterable[SourceExample], settings: Settings
-) -> tuple[int, Converted]:
+) -> tuple[int, ConvertedPart]:
     """Converts a part; returns its number and the facts of its examples.
 
     Raises:

@@ -38,7 +38,7 @@ HELDOUT = "heldout"
 """Folder in the output, so that the pattern OUTPUT names the training shards alone."""
 _WORK = ".import"
 BITS = 64
-ALIKE = 8
+ALIKE_BITS = 8
 """Bits in which the hashes of pictures on one side of the held-out split may differ.
 
 They are more than for the removal of copies: a held-out picture should not look like a training
@@ -175,7 +175,7 @@ def write_chosen(work: Path, path: Path, members_K2: np.ndarray) -> None:
 def choose_heldout(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
     """Chooses about `share` of the examples by a keyed hash, with alike examples on one side.
 
-    Equal examples, examples whose pictures' hashes differ in at most `ALIKE` bits, and those of the
+    Equal examples, examples whose pictures' hashes differ in at most `ALIKE_BITS` bits, and those of the
     same owner are in one group, also through other examples. The smallest keyed hash of a group's
     contents decides about the group.
 
@@ -199,7 +199,7 @@ def choose_heldout(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
             rows_N[field][places], return_index=True, return_inverse=True
         )
         edges.append(np.stack([places, places[first][inverse]], axis=1))
-    edges.append(places[first][near_pairs(unique_fields, ALIKE)])
+    edges.append(places[first][near_pairs(unique_fields, ALIKE_BITS)])
     edges_E2 = np.concatenate(edges)
     is_edge_E = np.ones(len(edges_E2), dtype=bool)
     graph = coo_array((is_edge_E, (edges_E2[:, 0], edges_E2[:, 1])), shape=(count, count))

@@ -28,7 +28,7 @@ from data.index.tar_format import (
     TarFormatError,
     is_image,
     iter_members,
-    shown,
+    quoted_name,
     split_key,
 )
 from data.reading.records import ShardEntry
@@ -163,7 +163,7 @@ def walk_shard(path: Path, location: str) -> Extents:
         except TarFormatError as error:
             place = ""
             if last_member is not None:
-                place = f" (behind the member {shown(last_member.name)})"
+                place = f" (behind the member {quoted_name(last_member.name)})"
             if isinstance(error, LongHeaderError):
                 raise DataError(
                     f"{location} is not read: {error}{place}; unpack it into a folder, and write "
@@ -186,7 +186,7 @@ def walk_shard(path: Path, location: str) -> Extents:
         if first_extensions == extensions:
             continue
         problem = merged_pairs(location, key, first_extensions | extensions) or (
-            f"{location} has members of the key {shown(key)} in two places: others than before "
+            f"{location} has members of the key {quoted_name(key)} in two places: others than before "
             f"come back at byte {start}; unpack it into a folder, and write that by tar --sort=name"
         )
         raise DataError(problem)
@@ -234,7 +234,7 @@ def merged_pairs(summary: str, key: bytes, extensions: Collection[str]) -> str |
     if len(paired_stems) < 2:
         return None
     return (
-        f"{summary}: the key {shown(key)} joins {len(paired_stems)} pairs of picture and text, "
+        f"{summary}: the key {quoted_name(key)} joins {len(paired_stems)} pairs of picture and text, "
         "because a key ends at the first dot of a name; unpack it into a folder and import that by "
         "prepare.py import, where a name ends at its last dot, or rename them"
     )

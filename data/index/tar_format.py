@@ -167,7 +167,7 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
             member = Member(name, position, header.offset_data, size, header.isreg())
             if header.size < 0 or member.end_offset > total_bytes:
                 raise CutOffError(
-                    f"the member {shown(name)} at byte {position} reaches past the end at byte "
+                    f"the member {quoted_name(name)} at byte {position} reaches past the end at byte "
                     f"{total_bytes}"
                 )
             yield member
@@ -217,6 +217,6 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
         )
 
 
-def shown(name: bytes) -> str:
+def quoted_name(name: bytes) -> str:
     """Returns a member's name or key as messages show it."""
     return repr(name.decode("utf-8", "backslashreplace")[:100])

@@ -60,7 +60,7 @@ def fract(u: Array) -> Array:
     return u - np.floor(u)
 
 
-def rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
+def rotate(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
     cosine = cos(np.asarray(angle))
     sine = sin(np.asarray(angle))
     return cosine * x + sine * y, cosine * y - sine * x
@@ -135,7 +135,7 @@ def smooth(low: float, high: float, u: Array) -> Array:
 
 def stripes(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     frequency, angle, wave_height, wave_frequency, num_colours = parameters[:5]
-    u, v = rotated(x, y, angle)
+    u, v = rotate(x, y, angle)
     u = (u + wave_height * sin(TAU * wave_frequency * v)) * frequency
     if num_colours < 2.5:
         return bands(u, frequency * pixel)
@@ -144,7 +144,7 @@ def stripes(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
 
 def checkerboard(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     frequency, angle = parameters[:2]
-    u, v = rotated(x, y, angle)
+    u, v = rotate(x, y, angle)
     column_distance = np.abs(fract(u * frequency) - 0.5) - 0.25
     row_distance = np.abs(fract(v * frequency) - 0.5) - 0.25
     return edge(column_distance * row_distance, 0.25 * frequency * pixel)
@@ -152,7 +152,7 @@ def checkerboard(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
 
 def dots(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     frequency, radius, row_shift, angle = parameters[:4]
-    u, v = rotated(x, y, angle)
+    u, v = rotate(x, y, angle)
     u = u * frequency
     v = v * frequency
     u = u + row_shift * (np.floor(v) % 2)
@@ -246,7 +246,7 @@ def julia(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     A point that left the circle never returns.
     """
     constant_u, constant_v, extent, angle, band_frequency = parameters[:5]
-    u, v = rotated(x - 0.5, y - 0.5, angle)
+    u, v = rotate(x - 0.5, y - 0.5, angle)
     u = u * extent
     v = v * extent
     steps = np.zeros(u.shape, dtype=np.uint8)
@@ -293,7 +293,7 @@ def honeycomb(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
 
 def zigzag(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     frequency, tooth_height, tooth_frequency, angle = parameters[:4]
-    u, v = rotated(x, y, angle)
+    u, v = rotate(x, y, angle)
     teeth = tooth_height * np.abs(fract(u * tooth_frequency) - 0.5)
     return bands((v + teeth) * frequency, 1.5 * frequency * pixel)
 
@@ -304,13 +304,13 @@ def gradient(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     if angle > 8:
         u = length(x - 0.5, y - 0.5) * 1.4
     else:
-        u = rotated(x - 0.5, y - 0.5, angle)[0] + 0.5
+        u = rotate(x - 0.5, y - 0.5, angle)[0] + 0.5
     return np.clip((u - start) / span, 0, 1)
 
 
 def grid(x: Array, y: Array, parameters: Array, pixel: float) -> Array:
     frequency, line_width, angle = parameters[:3]
-    u, v = rotated(x, y, angle)
+    u, v = rotate(x, y, angle)
     column_distance = np.abs(fract(u * frequency) - 0.5)
     row_distance = np.abs(fract(v * frequency) - 0.5)
     line_distance = np.minimum(column_distance, row_distance)

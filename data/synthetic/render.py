@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from data.synthetic import fields, shapes
-from data.synthetic.fields import bands, edge, fract, length, rotated
+from data.synthetic.fields import bands, edge, fract, length, rotate
 from data.synthetic.scene import Scene, Shape, Texture
 from data.synthetic.vocabulary import rgb
 
@@ -72,7 +72,7 @@ def draw_shape(canvas_CHW: np.ndarray, shape: Shape) -> None:
     part_CHW, x_W, y_H1 = part_of(canvas_CHW, box)
     shape_x_W = (x_W - shape.x) / shape.radius
     shape_y_H1 = (y_H1 - shape.y) / shape.radius
-    u_HW, v_HW = rotated(shape_x_W, shape_y_H1, shape.angle)
+    u_HW, v_HW = rotate(shape_x_W, shape_y_H1, shape.angle)
     # The shape's table of distances is interpolated linearly between its points.
     last_place = shapes.TABLE_SIZE - 1.001
     half_size = shapes.TABLE_SIZE / 2
