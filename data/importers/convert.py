@@ -137,7 +137,7 @@ def convert_part(
             yield f"{number:06d}{place:06d}", members
 
     write_shard(part_path(work, number), examples())
-    return number, Converted(np.array(rows, dtype=ROW), dropped, samples, num_joined)
+    return number, ConvertedPart(np.array(rows, dtype=ROW), dropped, samples, num_joined)
 
 
 def convert_example(

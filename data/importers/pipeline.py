@@ -175,9 +175,9 @@ def write_chosen(work: Path, path: Path, members_K2: np.ndarray) -> None:
 def choose_heldout(rows_N: np.ndarray, share: float, seed: int) -> np.ndarray:
     """Chooses about `share` of the examples by a keyed hash, with alike examples on one side.
 
-    Equal examples, examples whose pictures' hashes differ in at most `ALIKE_BITS` bits, and those of the
-    same owner are in one group, also through other examples. The smallest keyed hash of a group's
-    contents decides about the group.
+    Equal examples, examples whose pictures' hashes differ in at most `ALIKE_BITS` bits, and those
+    of the same owner are in one group, also through other examples. The smallest keyed hash of a
+    group's contents decides about the group.
 
     Returns:
         bool (N,), True for held-out examples.

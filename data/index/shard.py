@@ -186,8 +186,9 @@ def walk_shard(path: Path, location: str) -> Extents:
         if first_extensions == extensions:
             continue
         problem = merged_pairs(location, key, first_extensions | extensions) or (
-            f"{location} has members of the key {quoted_name(key)} in two places: others than before "
-            f"come back at byte {start}; unpack it into a folder, and write that by tar --sort=name"
+            f"{location} has members of the key {quoted_name(key)} in two places: others than "
+            f"before come back at byte {start}; unpack it into a folder, and write that by tar "
+            "--sort=name"
         )
         raise DataError(problem)
     merged_sets: set[frozenset[str]] = set()
@@ -234,9 +235,9 @@ def merged_pairs(summary: str, key: bytes, extensions: Collection[str]) -> str |
     if len(paired_stems) < 2:
         return None
     return (
-        f"{summary}: the key {quoted_name(key)} joins {len(paired_stems)} pairs of picture and text, "
-        "because a key ends at the first dot of a name; unpack it into a folder and import that by "
-        "prepare.py import, where a name ends at its last dot, or rename them"
+        f"{summary}: the key {quoted_name(key)} joins {len(paired_stems)} pairs of picture and "
+        "text, because a key ends at the first dot of a name; unpack it into a folder and import "
+        "that by prepare.py import, where a name ends at its last dot, or rename them"
     )
 
 

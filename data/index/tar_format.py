@@ -167,8 +167,8 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
             member = Member(name, position, header.offset_data, size, header.isreg())
             if header.size < 0 or member.end_offset > total_bytes:
                 raise CutOffError(
-                    f"the member {quoted_name(name)} at byte {position} reaches past the end at byte "
-                    f"{total_bytes}"
+                    f"the member {quoted_name(name)} at byte {position} reaches past the end at "
+                    f"byte {total_bytes}"
                 )
             yield member
             position = member.end_offset

@@ -268,9 +268,8 @@ class MicroBatches(Dataset):
         try:
             keyed_examples = zip(examples, request.example_keys, strict=True)
             rows = request.rows.tolist()
-            return move_to_shared_memory(
-                stack_examples(keyed_examples, self, self._micro_batch_size, rows)
-            )
+            batch = stack_examples(keyed_examples, self, self._micro_batch_size, rows)
+            return move_to_shared_memory(batch)
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:
