@@ -95,7 +95,7 @@ class Pool(NamedTuple):
     is_tinted: bool
 
 
-class Placed(NamedTuple):
+class Placements(NamedTuple):
     """The objects of B scenes of at most M objects, in image sides and radians.
 
     Attributes:
@@ -263,7 +263,7 @@ class Scenes:
         self.clutter = clutter
         self.num_tokens = 9 if objects == 1 else 17
 
-    def placed(self, index_B: np.ndarray, sprites: Pool) -> Placed:
+    def placements(self, index_B: np.ndarray, sprites: Pool) -> Placements:
         """Returns the objects of scenes, with sprites of a pool."""
         M = self.objects
         uniform_BU = uniforms(self.seed, index_B, self.BACKGROUND + self.OBJECT * M)
@@ -294,7 +294,7 @@ class Scenes:
             is_row = (uniform_BU[:, 1] < 0.5)[:, None]
             x = np.where(is_single | ~is_row, x, half_place)
             y = np.where(is_single | is_row, y, half_place)
-        return Placed(
+        return Placements(
             uniform=uniform_BU,
             number=count_B,
             kind=kind,
@@ -307,20 +307,20 @@ class Scenes:
             turn=turn,
         )
 
-    def render(self, placed: Placed, sprites: Pool) -> Tensor:
+    def render(self, placements: Placements, sprites: Pool) -> Tensor:
         """Returns the pictures of scenes, (B, 3, S, S) uint8."""
-        image = self._background(placed.uniform)
-        B = len(placed.number)
+        image = self._background(placements.uniform)
+        B = len(placements.number)
         S = self.size
         # Pixel centres from -1 to 1.
         line_S = torch.from_numpy((np.arange(S) * 2 + 1) / S - 1)
         for m in range(self.objects):
-            size_B = placed.size[:, m].astype(np.float64)
-            turn_B = placed.turn[:, m].astype(np.float64)
+            size_B = placements.size[:, m].astype(np.float64)
+            turn_B = placements.turn[:, m].astype(np.float64)
             cos_B = np.cos(turn_B) / size_B
             sin_B = np.sin(turn_B) / size_B
-            x_B = placed.x[:, m] * 2.0 - 1
-            y_B = placed.y[:, m] * 2.0 - 1
+            x_B = placements.x[:, m] * 2.0 - 1
+            y_B = placements.y[:, m] * 2.0 - 1
             # Sprite coordinates are sums of pixel coordinates with these factors.
             u_offset_B = -cos_B * x_B - sin_B * y_B
             v_offset_B = sin_B * x_B - cos_B * y_B
@@ -332,29 +332,29 @@ class Scenes:
                 x_factor, y_factor, offset = factors_B2311[:, k].unbind(1)
                 sums.append(x_factor * line_S + y_factor * line_S[:, None] + offset)
             grid = torch.stack(sums, -1).float()
-            pictures = sprites.pictures[placed.sprite[:, m]].float()
+            pictures = sprites.pictures[placements.sprite[:, m]].float()
             rgba = F.grid_sample(pictures, grid, align_corners=False)
-            is_drawn_B = torch.from_numpy((placed.number > m).astype(np.float32))
+            is_drawn_B = torch.from_numpy((placements.number > m).astype(np.float32))
             rgba *= is_drawn_B.view(B, 1, 1, 1)
             light = rgba[:, :3]
             if sprites.is_tinted:
-                light *= torch.from_numpy(placed.rgb[:, m]).view(B, 3, 1, 1)
+                light *= torch.from_numpy(placements.rgb[:, m]).view(B, 3, 1, 1)
             image.mul_(1 - rgba[:, 3:]).add_(light)
         return image.clamp_(0, 1).mul_(255).round_().to(torch.uint8)
 
-    def tokens(self, placed: Placed, sprites: Pool) -> Tensor:
+    def tokens(self, placements: Placements, sprites: Pool) -> Tensor:
         """Returns the captions of scenes, (B, num_tokens) int64, of WORDS."""
         colour_ids = [[_ID["an" if name == "orange" else "a"], _ID[name]] for name in COLOURS]
         kind_ids = [
             [_ID.get(word, _ID["<unk>"]) for word in name.split()] for name in sprites.names
         ]
-        tokens_BL = np.zeros((len(placed.number), self.num_tokens), np.int64)
+        tokens_BL = np.zeros((len(placements.number), self.num_tokens), np.int64)
         # Lists, since single elements of arrays are slow to read.
-        colour_BM = placed.colour.tolist()
-        kind_BM = placed.kind.tolist()
-        row_BM = third_of(placed.y).tolist()
-        column_BM = third_of(placed.x).tolist()
-        for scene, count in enumerate(placed.number.tolist()):
+        colour_BM = placements.colour.tolist()
+        kind_BM = placements.kind.tolist()
+        row_BM = third_of(placements.y).tolist()
+        column_BM = third_of(placements.x).tolist()
+        for scene, count in enumerate(placements.number.tolist()):
             caption_ids = [_ID["<bos>"]]
             for m in range(count):
                 if m > 0:
@@ -375,8 +375,8 @@ class Scenes:
         """
         if sprites is None:
             sprites = pools()["captioned"]
-        placed = self.placed(index_B, sprites)
-        return self.render(placed, sprites), self.tokens(placed, sprites)
+        placements = self.placements(index_B, sprites)
+        return self.render(placements, sprites), self.tokens(placements, sprites)
 
     def _background(self, uniform: np.ndarray) -> Tensor:
         """Returns backgrounds of gradients, stripes, noise and bars, (B, 3, S, S) float32."""
