@@ -17,7 +17,7 @@ import numpy as np
 from data.synthetic import shapes
 from data.synthetic.scene import Group, Scene, Shape, Statement, Texture
 from data.synthetic.texture_kinds import describe, random_colours, random_texture
-from data.synthetic.vocabulary import BASIC, OPPOSITES, PLACES, a, size_word
+from data.synthetic.vocabulary import BASIC, OPPOSITES, PLACES, size_word, with_article
 
 Rng = np.random.Generator
 Box = tuple[float, float, float, float]
@@ -123,7 +123,7 @@ def compose(rng: Rng) -> Composition:
         elif rng.random() < 0.2:
             tone = "plain "
         noun = rng.choice(["background", "background", "ground", "backdrop"])
-        phrase = a(f"{tone}{colour} {noun}")
+        phrase = with_article(f"{tone}{colour} {noun}")
     statement = replace(statement, groups=tuple(sized_groups), background=phrase)
     # The outer shape lies behind the inner one.
     if statement.relation == "inside":

@@ -10,8 +10,8 @@ from data.synthetic.vocabulary import (
     COUNTS,
     INTRODUCTIONS,
     RELATIONS,
-    a,
     enumeration,
+    with_article,
 )
 
 Rng = np.random.Generator
@@ -99,7 +99,7 @@ class Group:
             noun = f"{self.colour} {noun}"
         if self.size:
             noun = f"{self.size} {noun}"
-        return a(noun) if self.count == 1 else f"{COUNTS[self.count]} {noun}"
+        return with_article(noun) if self.count == 1 else f"{COUNTS[self.count]} {noun}"
 
     def with_look_of(self, group: "Group") -> "Group":
         """Returns this number and shape in the colours of another group."""

@@ -125,7 +125,7 @@ def colour_distance(first: str, second: str) -> float:
     return float(np.sqrt(squares_3.sum())) / 765
 
 
-def a(phrase: str) -> str:
+def with_article(phrase: str) -> str:
     """Returns the phrase with its indefinite article."""
     return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
 
