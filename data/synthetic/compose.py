@@ -3,8 +3,8 @@
 `compose` draws pictures of every kind. `compose_shapes` draws content "shapes": one, two or three
 plain shapes in basic colours, described in the plainest words. All facts of such a caption can be
 asked for: colour, shape, the side of one of two shapes, the order of three. A small captioner
-learns it in minutes, unlike pictures of every kind. Shapes next to each other are level, and shapes above
-each other plumb, so that no relation holds but the stated one.
+learns it in minutes, unlike pictures of every kind. Shapes next to each other are level, and shapes
+above each other plumb, so that no relation holds but the stated one.
 """
 
 from collections.abc import Callable
