@@ -133,7 +133,7 @@ class Columns(NamedTuple):
             return SourceExample(key, image_bytes, captions, owner or None, problem, label)
         if _is_no_name(image) and not os.path.isfile(root / image):
             raise DataError(
-                f"{key}: column {self.image} holds no file names (base64?); write its pictures to "
+                f"{key}: column {self.image} has no file names (base64?); write its pictures to "
                 "files, or as bytes to Parquet"
             )
         path = root / image
@@ -345,7 +345,7 @@ def _read_rows(path: Path, separator: str) -> Iterator[_Row]:
             for fields in reader:
                 if any("\0" in field for field in fields):
                     raise DataError(
-                        f"{path}, line {first} holds zero bytes: it is damaged, or no UTF-8; write "
+                        f"{path}, line {first} holds zero bytes: it is damaged or not UTF-8; write "
                         "it again"
                     )
                 yield _Row(first, reader.line_num, fields)
@@ -487,7 +487,7 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
         is_list = isinstance(entries, list)
         if not is_list or any(not isinstance(entry, dict) for entry in entries):
             raise DataError(
-                f"{path} is no COCO captions file: it needs the lists images and annotations"
+                f"{path} is not a COCO captions file: it needs the lists images and annotations"
             )
     captions: defaultdict[Any, list[str]] = defaultdict(list)
     places: dict[Any, int] = {}
@@ -513,8 +513,8 @@ def coco_source(path: Path, columns: Columns, root: Path) -> Source:
                 caption = entry.get("caption")
                 if not isinstance(caption, str | None):
                     raise DataError(
-                        f"{location} has a caption that is no text; write one annotation for each "
-                        "text"
+                        f"{location} has a caption that is not a text; write one annotation for "
+                        "each text"
                     )
                 if caption is not None:
                     captions[identity].append(caption)
@@ -693,7 +693,7 @@ def parquet_source(path: Path, columns: Columns, root: Path) -> Source:
             elif entry not in files:
                 other_files.append(entry)
     if not files:
-        raise DataError(f"{path} holds no .parquet files")
+        raise DataError(f"{path} has no .parquet files")
     groups: list[RowGroup] = []
     hold_names = True
     for file in files:

@@ -174,7 +174,7 @@ def walk_shard(path: Path, location: str) -> Extents:
                 raise DataError(
                     f"{location} holds attributes that macOS keeps beside a file; remove it"
                 ) from error
-            problem = "is no tar archive (or a compressed one) or damaged"
+            problem = "is damaged, compressed or not a tar archive"
             if isinstance(error, CutOffError):
                 problem = "is cut off"
             raise DataError(

@@ -122,8 +122,7 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
         return ShardSet.of_files(*_find_files(sources, root))
     if len(urls) != len(sources):
         raise DataError(
-            f"{_without_secrets(pattern)} mixes URLs and local files; one data set lies in one "
-            "place"
+            f"{_without_secrets(pattern)} mixes URLs and local files; one data set is in one place"
         )
     urls = sorted(set(urls))
     for url in urls:
@@ -136,11 +135,11 @@ def find_shards(pattern: str, root: Path) -> ShardSet:
             )
         if glob.has_magic(url) or url.endswith("/") or "/../" in url:
             raise DataError(
-                f"{url} is no single shard; name URLs one by one or by ranges such as "
+                f"{url} is not a single shard; name URLs one by one or by ranges such as "
                 "{0000..0127}.tar"
             )
     if len({urlsplit(url)[:2] for url in urls}) > 1:
-        raise DataError("the shards lie on several hosts; one data set has one scheme and one host")
+        raise DataError("the shards are on several hosts; one data set has one scheme and one host")
     folders = [os.path.dirname(urlsplit(url).path) or "/" for url in urls]
     folder = os.path.commonpath(folders).rstrip("/")
     scheme, host, *_ = urlsplit(urls[0])
@@ -277,7 +276,7 @@ def _find_files(sources: Sequence[str], root: Path) -> tuple[list[Path], list[st
             if not tars:
                 archive = f", but {archives[0].name}, which is not read" if archives else ""
                 raise DataError(
-                    f"the folder {path} holds no *.tar files{archive}; prepare.py import makes "
+                    f"the folder {path} has no *.tar files{archive}; prepare.py import makes "
                     "shards of a folder of pictures"
                 )
             shards.update(tars)

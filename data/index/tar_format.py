@@ -211,7 +211,7 @@ def iter_members(file: BinaryIO, total_bytes: int, *, needs_end: bool) -> Iterat
     fills_record = any(0 <= padding < size and total_bytes % size == 0 for size in record_sizes)
     if not is_one_block and not fills_record:
         raise CutOffError(
-            f"the zeros from byte {position} to its end at byte {total_bytes} are no padding to a "
+            f"the zeros from byte {position} to its end at byte {total_bytes} are not padding to a "
             f"record of at most {_MOST_RECORD_BLOCKS} blocks, so members may be missing (if tar -t "
             f"lists all of them, then truncate -s {position + 2 * BLOCK} mends it)"
         )

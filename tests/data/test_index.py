@@ -474,9 +474,7 @@ def test_a_folder_of_shards_is_read_whole_or_says_what_is_not(
     for path in folder.glob("*.[tT]*"):
         if path.name[-4:].lower() == ".tar" and not path.name.startswith("._"):
             path.unlink()
-    with pytest.raises(
-        DataError, match=r"holds no \*\.tar files, but \._00\.tar, which is not read"
-    ):
+    with pytest.raises(DataError, match=r"has no \*\.tar files, but \._00\.tar, which is not read"):
         find_shards("shards", tmp_path)
 
 

@@ -587,7 +587,7 @@ def test_pictures_in_the_place_of_names_are_refused_without_them(
         {"image": "000.jpg", "caption": "x", "owner": "y"},
         {"image": text, "caption": "x", "owner": "y"},
     ]
-    with pytest.raises(DataError, match=r"column (image|file_name) holds no file names") as caught:
+    with pytest.raises(DataError, match=r"column (image|file_name) has no file names") as caught:
         import_examples(MAKERS[kind](folder, records, Columns()), tmp_path / "out", Settings("x"))
     message = str(caught.value)
     assert (
