@@ -579,7 +579,7 @@ BAD = {
         b"image,caption\n\xff.jpg,x\n": "not UTF-8",
     },
     "coco.json": {
-        b"[]": "no COCO",
+        b"[]": "not a COCO",
         b"{": "line 1, column 2: no JSON",
         b'{"images": [],\n "annotations": x}': "line 2, column 17: no JSON",
         b'{"images": [], "annotations": [{"caption": "Zo\xe9"}]}': "not UTF-8 .byte 46.",
