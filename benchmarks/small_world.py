@@ -217,7 +217,7 @@ def held_out(
         patches = to_patches(given["images_BCHW"], 8)
         blind = (patches - patches.mean(0)).square().mean()
         return {"loss": float(model(**given).mean()), "blind_loss": float(blind)}
-    placed = world.placed(index, pools()[among])
+    placed = world.placements(index, pools()[among])
     images, tokens = world.pairs(index, pools()[among])
     blind_line = CaptionFrequencies(len(WORDS))
     blind_line.add(
@@ -399,7 +399,7 @@ def judges(
     def scenes(name: str, among: Pool, number: int, label: Callable[[Any], np.ndarray]) -> None:
         count = train * (1 + (len(among.names) == 40))
         index = np.arange(count + test) + JUDGED + seed * 10**7 + number * 10**5
-        placed = world.placed(index, among)
+        placed = world.placements(index, among)
         x, y = world.render(placed, among), label(placed)
         found[name] = (x[:count], y[:count]), (x[count:], y[count:])
 
@@ -412,7 +412,7 @@ def judges(
         "place",
         pools()["never"],
         5,
-        lambda placed: 3 * w.place(placed.y[:, 0]) + w.place(placed.x[:, 0]),
+        lambda placed: 3 * w.third_of(placed.y[:, 0]) + w.third_of(placed.x[:, 0]),
     )
     for name, among in (
         ("clothes", pools()["clothes"]),

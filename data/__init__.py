@@ -1,7 +1,7 @@
-"""From tar shards to padded micro-batches.
+"""Reads tar shards and makes padded micro-batches.
 
-The way of one example: `tar_index` (example id -> shard, offset, length), `storage` (bytes from a folder or a server),
-`reader` (bytes -> members), `transforms` and `tokenizer` (members -> arrays, with that example's own key), `examples`
-(which arrays a task wants), `loader` (workers, order, padding). `index.build` comes before training. This package knows
-nothing of privacy, models or training: ids and keys come in, `Batch` goes out.
+An example passes these files: `tar_index` (example id -> shard, offset, length), `storage` (bytes
+from a folder or a server), `reader` (bytes -> members), `transforms` and `tokenizer` (members ->
+arrays, with that example's own key), `examples` (the arrays of a task), `loader` (workers, order,
+padding). Neither privacy, models nor training are known here: ids and keys enter, `Batch` leaves.
 """

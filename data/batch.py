@@ -12,9 +12,10 @@ class Batch(NamedTuple):
     """A micro-batch of fixed shape.
 
     Attributes:
-        inputs: what the task is called with, `task(**inputs)`; every tensor has B rows.
-        is_padding_B: bool; True for rows that are no example or could not be decoded. They contribute exactly zero.
-        num_undecodable: how many rows are padding because their own bytes could not be decoded (private).
+        inputs: arguments of the task, which is called as `task(**inputs)`; each tensor has B rows.
+        is_padding_B: bool; True for rows without an example and for undecodable examples. They
+            contribute exactly zero.
+        num_undecodable: padding rows whose example could not be decoded (private).
     """
 
     inputs: dict[str, Tensor]

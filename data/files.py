@@ -1,4 +1,4 @@
-"""Writes that survive a power cut: to a temporary name, fsynced, renamed, and the folder fsynced."""
+"""Writes files that survive a power cut: temporary name, fsync, rename, fsync of the folder."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from data.errors import DataError
 
 
 def fsync_path(path: Path) -> None:
-    """Makes a file's or folder's content durable."""
+    """Makes the content of a file or folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,10 +19,10 @@ def fsync_path(path: Path) -> None:
 
 
 @contextmanager
-def named_when_whole(path: Path, mode: int = 0o666) -> Iterator[Path]:
-    """An empty file to fill, which gets its name `path` at the end: readers see the old or the new content, never a part.
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """Yields an empty file to fill, which gets the name `path` at the end.
 
-    After an error the old content stays, and nothing else does.
+    Readers see the old or the new content, never a part. After an error only the old content stays.
 
     Args:
         mode: permissions of the file, less the umask.
@@ -34,7 +34,8 @@ def named_when_whole(path: Path, mode: int = 0o666) -> Iterator[Path]:
         fsync_path(temporary)
         temporary.replace(path)
     except OSError as error:
-        if error.errno is not None and error.filename is None:  # a write knows a descriptor alone
+        # A failed write names no file, since it sees only a descriptor.
+        if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
     finally:
@@ -43,20 +44,21 @@ def named_when_whole(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by `content`, whole or not at all."""
-    with named_when_whole(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    """Replaces the content of `path`, whole or not at all."""
+    content_bytes = content.encode() if isinstance(content, str) else content
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content_bytes)
 
 
 @contextmanager
 def private_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that its owner alone can read; it replaces `path` when it is whole.
+    """Yields a file that its owner alone can read, and which replaces `path` when it is whole.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     try:
-        with named_when_whole(path, 0o600) as temporary, open(temporary, "wb") as file:
+        with atomic_file(path, 0o600) as temporary, open(temporary, "wb") as file:
             yield file
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from data.errors import DataError, ReadError
-from data.files import named_when_whole, write_durably
+from data.files import atomic_file, write_durably
 from evaluation.encoder import check_options, encoder_of
 from evaluation.encoder import features as features_of
 from evaluation.options import CommandOptions, FeatureOptions, ImageOptions
@@ -139,7 +139,7 @@ def extract(
                 "labels": computed.labels_N,
                 "is_usable": computed.is_usable_N,
             }
-            with named_when_whole(part) as temporary:
+            with atomic_file(part) as temporary:
                 save_file(columns, temporary)
         if world_size > 1:
             dist.barrier()

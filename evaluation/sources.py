@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import read_label
-from data.examples.transforms import decode, encoded, eval_image, to_rgb, train_image
+from data.examples.transforms import decode, encode_image, eval_image, to_rgb, train_image
 from data.importers.sources import IMAGE_SUFFIXES
 from data.index.build import build_index
 from data.index.shards import find_shards
@@ -411,7 +411,7 @@ def whole_image(
 
 def encode_png(image: np.ndarray) -> bytes:
     """Lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
-    return encoded(Image.fromarray(image), "png", compress_level=1)
+    return encode_image(Image.fromarray(image), "png", compress_level=1)
 
 
 def bytes_of(path: Path) -> bytes:

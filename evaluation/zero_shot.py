@@ -23,7 +23,7 @@ from torch import Tensor
 from data.errors import DataError
 from data.synthetic.generate import SyntheticData
 from data.synthetic.shapes import SIMPLE
-from data.synthetic.vocabulary import BASIC, a
+from data.synthetic.vocabulary import BASIC, with_article
 from evaluation.captions import open_captioner, usable_batches
 from evaluation.compositional import of_number
 from evaluation.options import ZeroShotOptions
@@ -63,7 +63,7 @@ def prompts(class_names: Sequence[str], templates: Sequence[str]) -> list[str]:
                 f"the template {template!r} has no place for the class name; write {{}}, or {{a}} for it with a/an"
             )
     return [
-        template.replace("{a}", a(name)).replace("{}", name)
+        template.replace("{a}", with_article(name)).replace("{}", name)
         for name in names
         for template in templates
     ]

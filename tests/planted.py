@@ -149,7 +149,8 @@ MISTAKES = [
     Mistake(
         "bytes that cannot be read count as an undecodable example",
         "data/reading/reader.py",
-        'raise ReadError(f"{where} does not fit its index ({error}); index again") from error',
+        'raise ReadError(\n                    f"{location} does not fit its index ({error}); index again"'
+        "\n                ) from error",
         "yield RawExample(None, {})",
         "tests/data/test_index.py",
     ),

@@ -1,7 +1,7 @@
 """Captions -> token ids of fixed length, by any Hugging Face `tokenizer.json`.
 
-The embedded tokenizer was trained on public words (data/tokenizer/README.md). A tokenizer trained on the private
-captions would itself be an unaccounted release.
+The embedded tokenizer was trained on public words (data/tokenizer/README.md). A tokenizer trained
+on the private captions would itself be an unaccounted release.
 """
 
 import functools
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-os.environ["TOKENIZERS_PARALLELISM"] = (
-    "false"  # worker processes are the parallelism; its threads break forks
-)
+# Worker processes are the parallelism, and the library's threads break forks.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from tokenizers import Tokenizer
 
@@ -51,7 +50,7 @@ class CaptionTokenizer:
         vocab_size: one more than the largest id.
         bos_id: starts every caption.
         eos_id: ends every caption.
-        pad_id: fills up; may equal eos_id, the mask tells them apart.
+        pad_id: fills the rest; may equal eos_id, since the mask tells them apart.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str):
@@ -59,7 +58,8 @@ class CaptionTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.bos_id = self._find(_BOS_NAMES, "start", name)
         self.eos_id = self._find(_EOS_NAMES, "end", name)
         self.pad_id = self._find(_PAD_NAMES, "padding", name)
@@ -70,22 +70,24 @@ class CaptionTokenizer:
         """Loads a Hugging Face `tokenizer.json`.
 
         Raises:
-            DataError: no such file, no tokenizer, or one without start, end and padding tokens of a usual name.
+            DataError: the file is missing, not a tokenizer, or without start, end and padding
+                tokens of a usual name.
         """
         if not Path(path).is_file():
             raise DataError(f"there is no tokenizer file {path}")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        # The library raises a bare Exception.
+        except Exception as error:
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DataError(f"{path} is no Hugging Face tokenizer.json: {first_line}") from error
+            raise DataError(f"{path} is not a Hugging Face tokenizer.json: {first_line}") from error
         return cls(tokenizer, str(path))
 
     def encode(self, caption: str, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes one caption; words that do not fit are cut off, the end token always fits.
+        """Encodes one caption; cuts off the words that do not fit, but never the end token.
 
         Args:
-            caption: any text. Names of special tokens inside it are dropped.
+            caption: any text. Names of special tokens in it are dropped.
             num_tokens: L, at least 2.
 
         Returns:
@@ -98,11 +100,8 @@ class CaptionTokenizer:
             raise DataError(
                 f"num_tokens is {num_tokens}; a caption needs at least 2 (start and end)"
             )
-        text = (
-            caption[: _MAX_CHARACTERS_PER_TOKEN * num_tokens]
-            .encode("utf-8", "replace")
-            .decode("utf-8")
-        )
+        start = caption[: _MAX_CHARACTERS_PER_TOKEN * num_tokens]
+        text = start.encode("utf-8", "replace").decode("utf-8")
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         words = [token for token in ids if token not in self._special_ids][: num_tokens - 2]
         tokens_L = np.full(num_tokens, self.pad_id, dtype=np.int64)
@@ -110,19 +109,22 @@ class CaptionTokenizer:
         return tokens_L, np.arange(num_tokens) < len(words) + 2
 
     def count_unknown(self, caption: str) -> tuple[int, int]:
-        """(how many words of the caption the vocabulary does not know, how many it has); parts of words count as words.
+        """Returns (words that the vocabulary lacks, all words) of the caption.
 
-        Tokenizers that fall back to bytes or characters know everything.
+        Parts of words count as words. Tokenizers that fall back to bytes or characters know every
+        word.
         """
         text = caption[: 1 << 16].encode("utf-8", "replace").decode("utf-8")
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if not ids:  # some tokenizers leave out what they do not know
-            return len(text.split()), len(text.split())
-        unknown = {self._tokenizer.token_to_id(name) for name in _UNKNOWN_NAMES} - {None}
-        return sum(token in unknown for token in ids), len(ids)
+        # Some tokenizers leave out unknown words.
+        if not ids:
+            num_words = len(text.split())
+            return num_words, num_words
+        unknown_ids = {self._tokenizer.token_to_id(name) for name in _UNKNOWN_NAMES} - {None}
+        return sum(token in unknown_ids for token in ids), len(ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids up to the first end token, without special tokens."""
+        """Returns the text of token ids up to the first end token, without special tokens."""
         words: list[int] = []
         for position, token in enumerate(int(token) for token in ids):
             if position == 0 and token == self.bos_id:
@@ -133,15 +135,15 @@ class CaptionTokenizer:
                 words.append(token)
         return str(self._tokenizer.decode(words, skip_special_tokens=True)).strip()
 
-    def _find(self, names: Iterable[str], what: str, file: str) -> int:
+    def _find(self, names: Iterable[str], role: str, file: str) -> int:
         for name in names:
             token = self._tokenizer.token_to_id(name)
             if token is not None:
                 return int(token)
-        raise DataError(f"{file} has no {what} token; it needs one of {' '.join(names)}")
+        raise DataError(f"{file} has no {role} token; it needs one of {' '.join(names)}")
 
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(path: str) -> CaptionTokenizer:
-    """`CaptionTokenizer.from_file`, once per process and path."""
+    """Returns `CaptionTokenizer.from_file`, which runs once per process and path."""
     return CaptionTokenizer.from_file(path)

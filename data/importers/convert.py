@@ -1,10 +1,7 @@
-"""One part of a source -> a file of converted examples, and what the choice among all examples needs to know of them.
+"""Converts one part of a source to a file of examples, and the facts of them for the choice.
 
-Captions are cleaned by fixed rules that look at one caption alone, in this order: HTML entities are resolved and tags removed;
-Unicode is brought to NFC; web and e-mail addresses are removed; control, format and unassigned characters become spaces; runs of
-white space become one space; surrounding quotes are removed; more than MAX_CHARACTERS are cut at the last whole word. Repeated
-until nothing changes. What has no letter left is no caption. Images are decoded, resized and encoded again, which drops all
-metadata (places, cameras, names).
+Images are decoded, resized and encoded again, which drops all metadata (places, cameras, names).
+`clean_caption` lists the rules for captions, which look at one caption alone.
 """
 
 import errno
@@ -26,40 +23,44 @@ from PIL import Image, ImageOps
 from scipy.fft import dctn
 
 from data.errors import DecodeError, ReadError
-from data.examples.transforms import decode, encoded, to_rgb
-from data.importers.sources import Item
+from data.examples.transforms import decode, encode_image, to_rgb
+from data.importers.sources import SourceExample
 from data.index.tar_writer import Example, write_shard
 
 _DIGEST_BYTES = 16
 MAX_DISTANCE = 10
-"""Bits of a perceptual hash up to which near copies are looked for."""
+"""Limit of the bits in which perceptual hashes of near copies differ."""
 MAX_PIXELS = 34 * 10**6
-"""An image that is decoded to more is dropped: cameras have fewer, or write JPEGs, which are decoded at a part of their size."""
+"""Limit of an image's decoded pixels.
+
+Cameras have fewer, or write JPEGs, which are decoded at a part of their size.
+"""
 MIN_SIDE = 16
 MAX_CHARACTERS = 1000
 _TAG = re.compile(r"</?[a-zA-Z][^<>]{0,500}>")
 _ADDRESS = re.compile(r"(?:https?://|www\.)\S+|[\w.+-]+@[\w-]+\.[\w.-]+", re.IGNORECASE)
 _NO_TEXT = ("Cc", "Cf", "Cs", "Co", "Cn")
 _QUOTES = "\"'“”‘’«»„`"
-_FLAT = 2.0  # standard deviation of gray values below which a picture has no structure to compare
+_FLAT = 2.0
+"""Standard deviation of grey values below which a picture has no structure to compare."""
 _SAMPLES = 3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the output is a function of, together with the source.
+    """The settings of an import, which determine the output together with the source.
 
     Attributes:
-        source_format: what the provenance calls the source.
-        size: pixels of the shorter side; smaller images stay as they are.
+        source_format: name of the source in the provenance.
+        size: pixels of the shorter side; smaller images are not enlarged.
         image_format: jpg, webp or png.
-        duplicate_distance: near copies that differ in at most this number of bits, up to MAX_DISTANCE, are removed; None keeps
-            them.
-        owner_field: where the source says whose an example is; examples without an owner are dropped.
+        duplicate_distance: near copies that differ in at most this number of bits, up to
+            MAX_DISTANCE, are removed; None keeps them.
+        owner_field: the source's column of owners; examples without an owner are dropped.
         max_per_owner: the largest number of examples of one owner.
         seed: the key of the choice among an owner's examples.
         shard_examples: examples per shard.
-        heldout_share: the share of examples, about, that goes to the folder HELDOUT of the output instead.
+        heldout_share: the approximate share of examples in the folder HELDOUT of the output.
     """
 
     source_format: str
@@ -76,17 +77,21 @@ class Settings:
 ROW = np.dtype(
     [("digest", "V16"), ("hash", "u8"), ("has_hash", "?"), ("owner", "V16"), ("pixels", "V16")]
 )
-"""What the choice looks at: the first bytes of SHA-256 over pixels, caption and label; the perceptual hash, which featureless
-pictures lack; the digest of the owner; that of the pixels alone."""
+"""Facts of one example for the choice.
+
+They are the first bytes of a SHA-256 over pixels, caption and label; the perceptual hash, which
+featureless pictures lack; the digest of the owner; and the digest of the pixels alone.
+"""
 
 
-class Converted(NamedTuple):
-    """What is known of the examples of one part: `rows_N` of ROW.
+class ConvertedPart(NamedTuple):
+    """Facts of the examples of one part.
 
     Attributes:
-        dropped: reason -> number of items.
+        rows_N: of ROW.
+        dropped: reason -> number of examples.
         samples: reason -> a few keys.
-        num_joined: records of a picture that an earlier one named.
+        num_joined: records of a picture that an earlier record named.
     """
 
     rows_N: np.ndarray
@@ -96,17 +101,17 @@ class Converted(NamedTuple):
 
 
 def part_path(work: Path, number: int) -> Path:
-    """File of a part's converted examples."""
+    """Returns the path of a part's converted examples."""
     return work / f"part-{number:06d}.tar"
 
 
 def convert_part(
-    work: Path, number: int, part: Iterable[Item], settings: Settings
-) -> tuple[int, Converted]:
-    """Converts a part; returns its number and what is known of its examples.
+    work: Path, number: int, part: Iterable[SourceExample], settings: Settings
+) -> tuple[int, ConvertedPart]:
+    """Converts a part; returns its number and the facts of its examples.
 
     Raises:
-        ReadError: an image file cannot be read, though it is there.
+        ReadError: an image file exists but cannot be read.
         DataError: the source is malformed.
     """
     rows: list[tuple[bytes, int, bool, bytes, bytes]] = []
@@ -116,145 +121,159 @@ def convert_part(
 
     def examples() -> Iterator[Example]:
         nonlocal num_joined
-        for place, item in enumerate(part):
-            num_joined += item.records - 1
-            made = item.problem or convert_item(item, settings)
-            if isinstance(made, str):
-                dropped[made] += 1
-                samples[made] += [item.key] * (len(samples[made]) < _SAMPLES)
+        for place, source_example in enumerate(part):
+            num_joined += source_example.records - 1
+            converted = source_example.problem or convert_example(source_example, settings)
+            if isinstance(converted, str):
+                reason = converted
+                dropped[reason] += 1
+                if len(samples[reason]) < _SAMPLES:
+                    samples[reason].append(source_example.key)
                 continue
-            digest, pixels, perceptual, members = made
-            rows.append(
-                (
-                    digest,
-                    perceptual or 0,
-                    perceptual is not None,
-                    owner_digest(item.owner or ""),
-                    pixels,
-                )
-            )
+            digest, pixels, perceptual, members = converted
+            has_hash = perceptual is not None
+            owner = owner_digest(source_example.owner or "")
+            rows.append((digest, perceptual or 0, has_hash, owner, pixels))
             yield f"{number:06d}{place:06d}", members
 
     write_shard(part_path(work, number), examples())
-    return number, Converted(np.array(rows, dtype=ROW), dropped, samples, num_joined)
+    return number, ConvertedPart(np.array(rows, dtype=ROW), dropped, samples, num_joined)
 
 
-def convert_item(
-    item: Item, settings: Settings
+def convert_example(
+    source_example: SourceExample, settings: Settings
 ) -> tuple[bytes, bytes, int | None, dict[str, bytes]] | str:
-    """(digest of its content, of its pixels, perceptual hash, members) of an example, or the reason why there is none."""
-    if item.image is None:
+    """Converts one example.
+
+    Returns:
+        (digest of its content, digest of its pixels, perceptual hash, members), or the reason to
+        drop it.
+    """
+    image_source = source_example.image
+    if image_source is None:
         return "missing_image"
-    if settings.owner_field is not None and item.owner is None:
+    if settings.owner_field is not None and source_example.owner is None:
         return "no_owner"
-    stored = item.image
     try:
-        if isinstance(stored, Path) and not stat.S_ISREG(
-            stored.stat().st_mode
-        ):  # a pipe would never end
-            return "missing_image"
-        data = stored.read_bytes() if isinstance(stored, Path) else stored
+        if isinstance(image_source, Path):
+            # A read of a pipe would never end.
+            if not stat.S_ISREG(image_source.stat().st_mode):
+                return "missing_image"
+            image_bytes = image_source.read_bytes()
+        else:
+            image_bytes = image_source
     except (FileNotFoundError, NotADirectoryError):
         return "missing_image"
-    except OSError as error:  # a broken disk must not look like bad data
+    # A broken disk must not look like bad data.
+    except OSError as error:
         if error.errno == errno.ELOOP:
             return "unsafe_path"
-        raise ReadError(
-            f"cannot read the picture of {item.key}: {error.strerror or type(error).__name__}"
-        ) from error
-    captions = list(
-        dict.fromkeys(text for text in map(clean_caption, item.captions) if text is not None)
-    )
+        reason = error.strerror or type(error).__name__
+        raise ReadError(f"cannot read the picture of {source_example.key}: {reason}") from error
+    clean_captions = map(clean_caption, source_example.captions)
+    captions = list(dict.fromkeys(text for text in clean_captions if text is not None))
     try:
-        image = resized(data, settings.size)
+        image = resize_image(image_bytes, settings.size)
     except DecodeError:
         return "undecodable_image"
     if min(image.size) < MIN_SIDE:
         return "small_image"
-    if not captions and item.label is None:
+    if not captions and source_example.label is None:
         return "no_caption"
-    digest = hashlib.sha256(f"{image.width} {image.height} ".encode() + image.tobytes())
+    image_size = f"{image.width} {image.height} "
+    digest = hashlib.sha256(image_size.encode() + image.tobytes())
     pixels = digest.digest()[:_DIGEST_BYTES]
     digest.update("".join(captions[:1]).encode("utf-8"))
     perceptual = perceptual_hash(image)
-    members = {settings.image_format: encoded(image, settings.image_format)}
+    members = {settings.image_format: encode_image(image, settings.image_format)}
     if captions:
         members["txt"] = captions[0].encode("utf-8")
-    if item.label is not None:
-        digest.update(f" label {item.label}".encode())
-        members["cls"] = str(item.label).encode()
+    if source_example.label is not None:
+        digest.update(f" label {source_example.label}".encode())
+        members["cls"] = str(source_example.label).encode()
     if len(captions) > 1:
-        members["json"] = json.dumps({"captions": captions}, ensure_ascii=False).encode("utf-8")
+        record = json.dumps({"captions": captions}, ensure_ascii=False)
+        members["json"] = record.encode("utf-8")
     return digest.digest()[:_DIGEST_BYTES], pixels, perceptual, members
 
 
 def owner_digest(owner: str) -> bytes:
-    """What an import keeps of an owner's name."""
-    return hashlib.blake2b(
-        owner.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, person=b"owner"
-    ).digest()
+    """Returns the digest that an import stores in place of an owner's name."""
+    name = owner.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(name, digest_size=_DIGEST_BYTES, person=b"owner").digest()
 
 
 def clean_caption(text: str) -> str | None:
-    """The caption, or None where nothing readable is left; cleaning twice changes nothing more."""
+    """Returns the cleaned caption, or None if it has no letter left.
+
+    The rules, in this order: HTML entities are resolved and tags removed; Unicode is brought to
+    NFC; web and e-mail addresses are removed; control, format and unassigned characters become
+    spaces; runs of white space become one space; surrounding quotes are removed; text above
+    MAX_CHARACTERS is cut at the last whole word. They repeat until nothing changes, so cleaning
+    twice equals cleaning once.
+    """
     text = text[: 20 * MAX_CHARACTERS]
-    before: str | None = None
-    while text != before:  # What one rule uncovers, an earlier one may have to remove.
-        before = text
-        text = unicodedata.normalize("NFC", _TAG.sub(" ", html.unescape(text)))
+    last_text: str | None = None
+    # A rule may uncover text that an earlier rule removes.
+    while text != last_text:
+        last_text = text
+        text = _TAG.sub(" ", html.unescape(text))
+        text = unicodedata.normalize("NFC", text)
         text = _ADDRESS.sub(" ", text)
         text = "".join(" " if unicodedata.category(c) in _NO_TEXT else c for c in text)
         text = " ".join(text.split()).strip(_QUOTES + " ")
         if len(text) > MAX_CHARACTERS:
-            text = text[:MAX_CHARACTERS].rpartition(" ")[0] or text[:MAX_CHARACTERS]
+            start = text[:MAX_CHARACTERS]
+            text = start.rpartition(" ")[0] or start
     return text if any(c.isalpha() for c in text) else None
 
 
-def resized(data: bytes, size: int) -> Image.Image:
-    """RGB, upright, its shorter side at most `size` pixels; never enlarged.
+def resize_image(image_bytes: bytes, size: int) -> Image.Image:
+    """Returns an upright RGB image whose shorter side has at most `size` pixels; never enlarges.
 
     Raises:
-        DecodeError: the bytes are no usable image, or more than MAX_PIXELS would have to be decoded; of a JPEG these are fewer
-            than it has, where twice the size is enough.
+        DecodeError: the bytes are not a usable image, or more than MAX_PIXELS would have to be
+            decoded; a JPEG is decoded at a part of its size if twice `size` is enough.
     """
 
     def shrunk(image: Image.Image) -> Image.Image:
         scale = min(1.0, size / min(image.size))
-        if (
-            image.format in ("JPEG", "MPO") and scale < 0.5
-        ):  # phones write MPO: a JPEG with others behind it
-            image.draft(
-                None, (math.ceil(image.width * scale * 2), math.ceil(image.height * scale * 2))
-            )
+        # Phones write MPO: a JPEG with other JPEGs behind it.
+        if image.format in ("JPEG", "MPO") and scale < 0.5:
+            draft_width = math.ceil(image.width * scale * 2)
+            draft_height = math.ceil(image.height * scale * 2)
+            image.draft(None, (draft_width, draft_height))
         if image.width * image.height > MAX_PIXELS:
             raise DecodeError("the image has too many pixels")
         rgb = to_rgb(ImageOps.exif_transpose(image))
         scale = min(1.0, size / min(rgb.size))
         if scale == 1.0:
             return rgb.copy()
-        shape = (max(1, round(rgb.width * scale)), max(1, round(rgb.height * scale)))
-        return rgb.resize(shape, Image.Resampling.BICUBIC)
+        width = max(1, round(rgb.width * scale))
+        height = max(1, round(rgb.height * scale))
+        return rgb.resize((width, height), Image.Resampling.BICUBIC)
 
-    pillows, Image.MAX_IMAGE_PIXELS = (
-        Image.MAX_IMAGE_PIXELS,
-        None,
-    )  # it counts the pixels before the draft
+    # Pillow's own limit counts the pixels before the draft.
+    pillow_limit = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
     try:
-        return decode(data, shrunk, math.inf)
+        return decode(image_bytes, shrunk, math.inf)
     finally:
-        Image.MAX_IMAGE_PIXELS = pillows
+        Image.MAX_IMAGE_PIXELS = pillow_limit
 
 
 def perceptual_hash(image: Image.Image) -> int | None:
-    """64 bits that change little when a picture is scaled, compressed or brightened; None for a featureless picture.
+    """Returns 64 bits that change little when a picture is scaled, compressed or brightened.
 
-    Signs of the 8 x 8 lowest frequencies of a 32 x 32 gray thumbnail around their median (pHash, Zauner 2010).
+    They are the signs of the 8 x 8 lowest frequencies of a 32 x 32 grey thumbnail around their
+    median (pHash, Zauner 2010). A featureless picture has None.
     """
-    gray = image.convert("L").resize((32, 32), Image.Resampling.BOX)
-    values = np.asarray(gray, dtype=np.float64)
-    if values.std() < _FLAT:
+    thumbnail = image.convert("L").resize((32, 32), Image.Resampling.BOX)
+    grey_HW = np.asarray(thumbnail, dtype=np.float64)
+    if grey_HW.std() < _FLAT:
         return None
-    low = dctn(values, norm="ortho")[:8, :8].ravel()
-    low[0] = 0.0  # the mean brightness
-    bits = low > np.median(low[1:])
+    frequencies = dctn(grey_HW, norm="ortho")[:8, :8].ravel()
+    # The first frequency is the mean brightness.
+    frequencies[0] = 0.0
+    bits = frequencies > np.median(frequencies[1:])
     return int.from_bytes(np.packbits(bits).tobytes(), "big")

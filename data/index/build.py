@@ -1,8 +1,8 @@
-"""Builds an index, in parallel, resumable and appendable, and checks the bytes of shards against it.
+"""Builds an index, in parallel, resumable and appendable, and verifies shards by their hashes.
 
-Every finished shard is first kept as a part of its own, so that a build that was killed goes on where it was. Shards that
-the present index of the folder knows with the same name, size and version are not read again: naming more shards than
-last time appends. The result depends on the shards alone, not on how or in what order they were read.
+Every finished shard is first stored as a part, so that a killed build continues. Shards that the
+folder's present index has with the same name, size and version are not read again, so a longer list
+of shards appends. The index depends on the shards alone, not on the order of reading.
 """
 
 import fcntl
@@ -37,7 +37,8 @@ from data.reading.records import RemoteOptions, ShardEntry, ShardStatus
 from data.reading.storage import local_copy, open_storage, require_present
 
 _PARTS = "parts"
-_NAMED = 10  # bad shards in one error
+_MAX_NAMES = 10
+"""Bad shards that one error names."""
 
 
 def build_index(
@@ -48,21 +49,23 @@ def build_index(
     executor: Executor | None = None,
     progress: bool = False,
 ) -> ExampleTable:
-    """Indexes shards and writes the index to a folder; an older one there is replaced in one step.
+    """Writes the index of shards to a folder, replaces an older one in one step, and returns it.
 
     Args:
-        shards: what `find_shards` returns, or local tar files; their order does not matter.
+        shards: from `find_shards`, or local tar files; their order does not matter.
         index_dir: created when missing.
-        remote: how remote shards are read.
-        executor: works on many shards at once (`data.reading.pool.worker_pool`); None works in this process.
+        remote: options for remote shards.
+        executor: works on many shards at once (`data.reading.pool.worker_pool`); None works in this
+            process.
         progress: show a bar on stderr.
 
     Raises:
-        DataError: no shards, bad ones (all are read first), none with an example, a folder that cannot be written or in which
-            another build is at work.
-        ReadError: remote shards cannot be read, or a worker died. What is done stays done.
+        DataError: no shards, bad shards (after all are read), no example in any shard, or a folder
+            that cannot be written or in which another build is at work.
+        ReadError: remote shards cannot be read, or a worker died. Finished parts stay.
     """
-    shards = shards if isinstance(shards, ShardSet) else ShardSet.of_files(shards)
+    if not isinstance(shards, ShardSet):
+        shards = ShardSet.of_files(shards)
     remote = remote or RemoteOptions()
     index_dir = Path(index_dir)
     with _working_in(index_dir) as parts:
@@ -75,12 +78,14 @@ def build_index(
             else:
                 statuses[name] = status
         storage.close()
-        with suppress(DataError):  # Where there is no index that can be used, every shard is read.
-            old = ExampleTable.open(index_dir, shards.root, check_shards=False)
-            for known in old.indexed_shards():
-                path = parts / _part_name(known.entry.name)
-                if _is_of(known.entry, statuses.get(known.entry.name)) and not path.exists():
-                    _write_part(path, known)
+        # Without a usable index in the folder, every shard is read.
+        with suppress(DataError):
+            old_table = ExampleTable.open(index_dir, shards.root, check_shards=False)
+            for shard in old_table.indexed_shards():
+                path = parts / _part_name(shard.entry.name)
+                present_status = statuses.get(shard.entry.name)
+                if _is_of(shard.entry, present_status) and not path.exists():
+                    _write_part(path, shard)
         missing = []
         for name, status in statuses.items():
             part = _read_part(parts / _part_name(name))
@@ -88,45 +93,47 @@ def build_index(
                 missing.append(name)
         jobs = [(shards.root, name, statuses[name], remote) for name in missing]
         console = Console(stderr=True)
-        is_shown = (
-            progress and bool(missing) and console.is_terminal
-        )  # elsewhere it would leave two empty lines
+        # Elsewhere than on a terminal the bar would leave two empty lines.
+        is_shown = progress and bool(missing) and console.is_terminal
         with Progress(console=console, transient=True, disable=not is_shown) as bar:
-            task = bar.add_task(
-                f"indexing {len(missing)} shards",
-                total=sum(statuses[name].size for name in missing),
-            )
-            for name, result in run_all(executor, index_one, jobs):
-                if isinstance(result, str):
-                    bad[name] = result
+            num_bytes = sum(statuses[name].size for name in missing)
+            task = bar.add_task(f"indexing {len(missing)} shards", total=num_bytes)
+            for name, shard_or_problem in run_all(executor, index_one, jobs):
+                if isinstance(shard_or_problem, str):
+                    bad[name] = shard_or_problem
                 else:
-                    _write_part(parts / _part_name(name), result)
+                    _write_part(parts / _part_name(name), shard_or_problem)
                 bar.advance(task, statuses[name].size)
         if bad:
-            first, *others = sorted(bad)
-            more = ", ".join(others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
+            first, *further = sorted(bad)
+            if not further:
+                raise DataError(bad[first])
+            names = ", ".join(further[:_MAX_NAMES])
+            if len(further) > _MAX_NAMES:
+                names += ", ..."
             raise DataError(
-                f"{bad[first]} (and {len(others)} more bad shards: {more}); mend them, or name the others alone: "
-                "a-{000..003}.tar,a-{005..999}.tar"
-                if others
-                else bad[first]
+                f"{bad[first]} (and {len(further)} more bad shards: {names}); mend them, or name "
+                "the others alone: a-{000..003}.tar,a-{005..999}.tar"
             )
 
         def finished(name: str) -> IndexedShard:
-            if (part := _read_part(parts / _part_name(name))) is None:
+            part = _read_part(parts / _part_name(name))
+            if part is None:
                 raise DataError(
-                    f"a part of the index {index_dir} was damaged while it was built; build it again"
+                    f"a part of the index {index_dir} was damaged while it was built; build it "
+                    "again"
                 )
             return part
 
-        # Joined in the order of the names, one in memory at a time.
+        # Joined in the order of the names; memory has the rows of one shard at a time.
         entries = [finished(name).entry for name in shards.names]
         count = sum(entry.count for entry in entries)
         if not count:
             for name in shards.names:
                 (parts / _part_name(name)).unlink()
             raise DataError(
-                f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with an extension"
+                f"no example in {len(entries)} shards: {shards.locations()[0]} has no member with "
+                "an extension"
             )
         extents = f"extents-{manifest_digest(entries).hex()[:16]}.npy"
         with private_file(index_dir / extents) as file:
@@ -149,13 +156,18 @@ def build_index(
 def index_one(
     root: str, name: str, status: ShardStatus, remote: RemoteOptions
 ) -> tuple[str, IndexedShard | str]:
-    """One job: the name of a shard, and what is known of it, or one line why it cannot be indexed and how to mend it."""
+    """Indexes one shard of a root, as one job.
+
+    Returns:
+        The shard's name; and the indexed shard, or one line that says why it cannot be indexed.
+    """
     try:
         with local_copy(root, remote, name) as path:
             shard = index_file(path, name, f"{root}/{name}", status.version)
         if shard.entry.size != status.size:
             raise DataError(
-                f"the shard {root}/{name} changed while it was indexed; try again when its writer is done"
+                f"the shard {root}/{name} changed while it was indexed; try again when its writer "
+                "is done"
             )
     except DataError as error:
         return name, str(error)
@@ -164,7 +176,10 @@ def index_one(
 
 @contextmanager
 def _working_in(index_dir: Path) -> Iterator[Path]:
-    """The folder of parts, for one build at a time; that it can be written is known before hours of reading."""
+    """Yields the folder of parts, locked for one build at a time.
+
+    It is made before hours of reading, to find a folder that cannot be written.
+    """
     parts = index_dir / _PARTS
     try:
         parts.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,9 +197,8 @@ def _working_in(index_dir: Path) -> Iterator[Path]:
         ) from error
     finally:
         os.close(descriptor)
-        if parts.exists() and [path.name for path in parts.iterdir()] == [
-            "lock"
-        ]:  # a refused build leaves no trace
+        # A refused build leaves no trace.
+        if parts.exists() and [path.name for path in parts.iterdir()] == ["lock"]:
             shutil.rmtree(parts)
             if not any(index_dir.iterdir()):
                 index_dir.rmdir()
@@ -195,41 +209,40 @@ def _part_name(name: str) -> str:
 
 
 def _write_part(path: Path, shard: IndexedShard) -> None:
+    facts = json.dumps([FORMAT_VERSION, asdict(shard.entry)])
     with private_file(path) as file:
-        np.savez(file, facts=json.dumps([FORMAT_VERSION, asdict(shard.entry)]), rows=shard.rows_K)
+        np.savez(file, facts=facts, rows=shard.rows_K)
 
 
 def _read_part(path: Path) -> IndexedShard | None:
-    """A finished part; None where there is none, or a damaged one."""
+    """Returns a finished part; None if it is missing, damaged or of another format."""
     try:
-        with np.load(path) as held:
-            version, entry = json.loads(str(held["facts"]))
-            return (
-                IndexedShard(ShardEntry(**entry), held["rows"])
-                if version == FORMAT_VERSION
-                else None
-            )
+        with np.load(path) as arrays:
+            version, entry = json.loads(str(arrays["facts"]))
+            if version != FORMAT_VERSION:
+                return None
+            return IndexedShard(ShardEntry(**entry), arrays["rows"])
     except (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, BadZipFile):
         return None
 
 
 def _is_of(entry: ShardEntry, status: ShardStatus | None) -> bool:
-    """Whether an entry is of the shard as it is now. A shard without a version is always read."""
+    """Returns whether an entry is of the shard's present state; False for one without a version."""
     return bool(entry.version) and status == (entry.size, entry.version)
 
 
 def verify_hashes(
     table: ExampleTable, executor: Executor | None, track: Callable[[Iterable], Iterable]
 ) -> None:
-    """Hashes every shard again. If all are what was indexed, their present times or ETags are noted in the index.
+    """Hashes every shard again; if all match, writes their present times or ETags to the index.
 
     Raises:
-        DataError: a shard is missing or its bytes are not those that were indexed.
+        DataError: a shard is missing or its bytes differ from those that were indexed.
         ReadError: remote shards cannot be read.
     """
     storage = table.storage()
     names = [entry.name for entry in table.entries]
-    before = list(require_present(storage.status(names)))
+    first_statuses = list(require_present(storage.status(names)))
     jobs = [(table.shard_root, entry.name, table.remote) for entry in table.entries]
     expected = {entry.name: entry.sha256 for entry in table.entries}
     for name, sha256 in track(run_all(executor, hash_one, jobs)):
@@ -237,14 +250,14 @@ def verify_hashes(
             raise DataError(
                 f"{table.shard_root}/{name} is not what was indexed; restore it or index again"
             )
-    if list(storage.status(names)) != before:
+    if list(storage.status(names)) != first_statuses:
         raise DataError(
             "shards changed while they were hashed; verify again when their writer is done"
         )
     storage.close()
     entries = [
         replace(entry, version=status.version)
-        for entry, status in zip(table.entries, before, strict=True)
+        for entry, status in zip(table.entries, first_statuses, strict=True)
     ]
     if entries != list(table.entries):
         write_manifest(table.index_dir, load_manifest(table.index_dir)["extents"], entries)
@@ -252,7 +265,7 @@ def verify_hashes(
 
 
 def hash_one(root: str, name: str, remote: RemoteOptions) -> tuple[str, str]:
-    """One job: (name, SHA-256 in hex)."""
+    """Hashes one shard of a root, as one job; returns its name and SHA-256 in hex."""
     try:
         with local_copy(root, remote, name) as path:
             return name, hash_file(path)

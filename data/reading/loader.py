@@ -1,9 +1,9 @@
 """Example ids -> micro-batches of fixed shape, read and decoded ahead by worker processes.
 
-Who is in a logical batch is decided elsewhere; a `StepBatch` arrives with ids and keys. Plans are pulled lazily and in
-order while micro-batches are prefetched. The number of pulls depends only on the micro-batches consumed so far, so that
-ranks with equally many micro-batches pull in lockstep and pulling may communicate. Results do not depend on the number
-of workers.
+A `StepBatch` brings the ids and keys of a logical batch. Plans are pulled lazily and in order while
+micro-batches are prefetched. The number of pulls depends only on the micro-batches consumed so far:
+ranks with equally many micro-batches pull in lockstep, so pulling may communicate. The batches do
+not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from data.errors import DataError, DecodeError, ReadError
 from data.examples.examples import MakeExample
 from data.index.tar_index import ExampleTable
 from data.reading.reader import RawExample, TarReader
-from data.reading.workers import data_loader, shared
+from data.reading.workers import data_loader, move_to_shared_memory
 
-if TYPE_CHECKING:  # this room reads the type's fields, and knows nothing of privacy
+# The type alone: `data` never imports `privacy`.
+if TYPE_CHECKING:
     from privacy.step.batches import StepBatch
 
-KEPT_BYTES = 128 << 20
-"""Decoded examples that stay on each rank, shared out among its workers. In memory alone: they are private."""
+CACHE_BYTES = 128 << 20
+"""Limit of decoded examples that stay on each rank, divided among its workers.
+
+They are private and so stay in memory alone.
+"""
 
 
 class MicroBatchRequest(NamedTuple):
-    """Ids, keys and distinct rows of the examples of one micro-batch; at most micro_batch_size of them, possibly none."""
+    """Ids, keys and distinct rows of a micro-batch's examples; 0 to micro_batch_size of them."""
 
     example_ids: np.ndarray
     example_keys: np.ndarray
@@ -43,18 +47,21 @@ class MicroBatchRequest(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An error of a worker as data: torch would bury its type and message in a traceback."""
+    """A worker's error, sent in place of a micro-batch.
+
+    An exception would reach the trainer with its type and message buried in torch's traceback.
+    """
 
     kind: type[Exception]
     message: str
 
 
-class Prefetched:
-    """Takes micro-batches from workers, and the time that this takes.
+class Prefetcher:
+    """Takes micro-batches from workers, and measures the wait for them.
 
     Attributes:
-        data_wait: seconds that the consumer of the current step has waited for micro-batches so far. Private: it
-            follows the bytes of the examples.
+        data_wait: seconds that the consumer of the current step has waited for micro-batches so
+            far. Private: it depends on the bytes of the examples.
         prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
     """
 
@@ -62,46 +69,43 @@ class Prefetched:
 
     def __init__(self, num_workers: int, prefetch_micro_batches: int, pin_memory: bool):
         """See `Loader`."""
-        self._num_workers, self._pin_memory = num_workers, pin_memory
-        self.prefetch_factor = (
-            math.ceil(prefetch_micro_batches / num_workers) if num_workers else None
-        )
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self.prefetch_factor: int | None = None
+        if num_workers:
+            self.prefetch_factor = math.ceil(prefetch_micro_batches / num_workers)
 
     def results(self, dataset: Dataset, requests: Iterator[Any] | None) -> Iterator[Any]:
-        """What workers make of requests, ahead of consumption; see `data_loader`.
+        """Starts the workers and returns an iterator over their results; see `data_loader`.
 
         Raises:
-            ReadError: the machine lets no worker start.
+            ReadError: the machine does not let workers start.
         """
         try:
-            return iter(
-                data_loader(
-                    dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory
-                )
+            loader = data_loader(
+                dataset, requests, self._num_workers, self.prefetch_factor, self._pin_memory
             )
+            return iter(loader)
         except OSError as error:
             reason = error.strerror or error
             raise ReadError(
-                f"data workers cannot start: {reason}; they need /dev/shm, {tempfile.gettempdir()} and processes: mend that, or "
-                "give data.num_workers=0"
+                f"data workers cannot start: {reason}; they need /dev/shm, {tempfile.gettempdir()} "
+                "and processes: mend that, or give data.num_workers=0"
             ) from error
 
     def next_batch(self, results: Iterator[Any]) -> Batch | None:
-        """The next micro-batch, None after the last; adds the time it took to `data_wait`.
+        """Returns the next micro-batch, None after the last; adds the wait for it to `data_wait`.
 
         Raises:
             ReadError: promised bytes could not be read, or a worker died.
-            DataError: what a worker refused.
+            DataError: a worker refused the data.
             MemoryError: a worker had too little memory.
         """
         start = time.perf_counter()
         try:
-            result = next(results, None)
-        except (
-            RuntimeError,
-            ConnectionError,
-            EOFError,
-        ) as error:  # torch's own, or from taking a tensor from a worker
+            batch = next(results, None)
+        # torch raises a RuntimeError; receiving a dead worker's tensor raises the other two.
+        except (RuntimeError, ConnectionError, EOFError) as error:
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise ReadError(
@@ -109,12 +113,12 @@ class Prefetched:
             ) from error
         finally:
             self.data_wait += time.perf_counter() - start
-        if isinstance(result, Failure):
-            raise result.kind(result.message)
-        return result
+        if isinstance(batch, Failure):
+            raise batch.kind(batch.message)
+        return batch
 
 
-class Loader(Prefetched):
+class Loader(Prefetcher):
     """Delivers the micro-batches of planned steps."""
 
     def __init__(
@@ -128,53 +132,51 @@ class Loader(Prefetched):
         memory_limit_mib: int | None = None,
         pin_memory: bool = False,
     ):
-        """Prepares; workers start with `steps`.
+        """Prepares the loader; `steps` starts the workers.
 
         Args:
             table: the data set.
             make_example: picklable; see `data.examples`.
             micro_batch_size: B, rows of every micro-batch.
             num_workers: worker processes; 0 works in this process.
-            prefetch_micro_batches: how many micro-batches workers prepare ahead, rounded up to a multiple of
-                num_workers. Ignored without workers.
-            memory_limit_mib: prepare fewer ahead where these would take more than this.
+            prefetch_micro_batches: micro-batches that workers prepare ahead, rounded up to a
+                multiple of num_workers. Ignored without workers.
+            memory_limit_mib: limits the memory of micro-batches that are prepared ahead.
             pin_memory: page-locked tensors, for copies to a GPU.
 
         Raises:
-            DataError: a size below 1, a negative number of workers, or a limit below one micro-batch per worker.
+            DataError: a size below 1, a negative number of workers, or a limit below one
+                micro-batch per worker.
         """
         if micro_batch_size < 1 or num_workers < 0 or prefetch_micro_batches < 1:
             raise DataError(
-                "micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at least 0"
+                "micro_batch_size and prefetch_micro_batches must be at least 1, num_workers at "
+                "least 0"
             )
-        self._dataset = MicroBatches(
-            table, make_example, micro_batch_size, KEPT_BYTES // max(num_workers, 1)
-        )
+        cache_bytes = CACHE_BYTES // max(num_workers, 1)
+        self._dataset = MicroBatches(table, make_example, micro_batch_size, cache_bytes)
         super().__init__(num_workers, prefetch_micro_batches, pin_memory)
         self._micro_batch_size = micro_batch_size
         if self.prefetch_factor is not None and memory_limit_mib is not None:
-            mib = (
-                sum(row.nbytes for row in make_example.padding().values())
-                * micro_batch_size
-                / 2**20
-            )
-            if mib * num_workers > memory_limit_mib:
+            row_bytes = sum(array.nbytes for array in make_example.padding().values())
+            batch_mib = row_bytes * micro_batch_size / 2**20
+            if batch_mib * num_workers > memory_limit_mib:
                 raise DataError(
-                    f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of {micro_batch_size} takes "
-                    f"{mib:.0f} MiB and each of {num_workers} workers prepares one; raise it, or lower data.num_workers "
-                    "or train.micro_batch_size"
+                    f"data.memory_limit_mib is {memory_limit_mib}, but a micro-batch of "
+                    f"{micro_batch_size} takes {batch_mib:.0f} MiB and each of {num_workers} "
+                    "workers prepares one; raise it, or lower data.num_workers or "
+                    "train.micro_batch_size"
                 )
-            self.prefetch_factor = min(
-                self.prefetch_factor, int(memory_limit_mib / mib) // num_workers
-            )
+            max_batches = int(memory_limit_mib / batch_mib)
+            self.prefetch_factor = min(self.prefetch_factor, max_batches // num_workers)
 
     def steps(
         self, plans: Iterator[StepBatch]
     ) -> Generator[tuple[StepBatch, Iterator[Batch]], None, None]:
         """Pairs every plan with its micro-batches, in order.
 
-        Micro-batches of a step that the caller leaves unread are passed over when the next step is asked for. Closing
-        the generator ends the workers.
+        The next step skips the micro-batches that the caller has not read. Closing the generator
+        ends the workers.
 
         Args:
             plans: pulled lazily, ahead of consumption by as many micro-batches as are prefetched.
@@ -184,29 +186,32 @@ class Loader(Prefetched):
 
         Raises:
             ReadError: promised bytes could not be read, or a worker died.
-            DataError: a plan that does not fit.
+            DataError: ids, keys and number of micro-batches of a plan do not fit each other.
         """
-        pulled: deque[StepBatch] = deque()
+        pending_plans: deque[StepBatch] = deque()
         size = self._micro_batch_size
 
         def requests() -> Iterator[MicroBatchRequest]:
             for plan in plans:
-                ids, keys = plan.example_ids, plan.example_keys
+                ids = plan.example_ids
+                keys = plan.example_keys
                 if len(ids) != len(keys):
                     raise DataError(f"step {plan.step}: {len(ids)} ids but {len(keys)} keys")
                 if plan.num_micro_batches < 1 or len(ids) > plan.num_micro_batches * size:
                     raise DataError(
-                        f"step {plan.step}: {len(ids)} examples do not fit {plan.num_micro_batches} micro-batches of {size}"
+                        f"step {plan.step}: {len(ids)} examples do not fit "
+                        f"{plan.num_micro_batches} micro-batches of {size}"
                     )
-                pulled.append(plan)
+                pending_plans.append(plan)
                 rows = np.arange(len(ids)) if plan.rows is None else plan.rows
-                order = np.argsort(
-                    rows // size, kind="stable"
-                )  # micro-batch by micro-batch, and in each as given
-                rows, ids, keys = rows[order], ids[order], keys[order]
+                # Sorted by micro-batch; a stable sort keeps the plan's order inside each.
+                order = np.argsort(rows // size, kind="stable")
+                rows = rows[order]
+                ids = ids[order]
+                keys = keys[order]
                 bounds = np.searchsorted(rows // size, np.arange(plan.num_micro_batches + 1))
-                for some in map(slice, bounds[:-1], bounds[1:]):
-                    yield MicroBatchRequest(ids[some], keys[some], rows[some] % size)
+                for part in map(slice, bounds[:-1], bounds[1:]):
+                    yield MicroBatchRequest(ids[part], keys[part], rows[part] % size)
 
         results = self.results(self._dataset, requests())
 
@@ -223,39 +228,48 @@ class Loader(Prefetched):
             first = self.next_batch(results)
             if first is None:
                 return
-            plan = pulled.popleft()
-            step = batches(first, plan.num_micro_batches)
-            yield plan, step
-            for _ in step:
+            plan = pending_plans.popleft()
+            step_batches = batches(first, plan.num_micro_batches)
+            yield plan, step_batches
+            # The next step starts behind the micro-batches that the caller has not read.
+            for _ in step_batches:
                 pass
 
 
 class MicroBatches(Dataset):
-    """Request -> Batch, inside a worker. Errors that name an exit code come back as `Failure`.
+    """Makes the micro-batch of a request, inside a worker.
 
-    Examples that their keys do not change are kept: they are read and decoded once.
+    Errors that name an exit code come back as `Failure`. Examples that their keys do not change are
+    cached: they are read and decoded once.
 
     Args:
-        room: bytes. The first examples that fit stay, since random batches ask for all of them equally often.
+        cache_bytes: limit of the cache. The first examples that fit stay, since random batches ask
+            for all of them equally often.
     """
 
     def __init__(
-        self, table: ExampleTable, make_example: MakeExample, micro_batch_size: int, room: int
+        self,
+        table: ExampleTable,
+        make_example: MakeExample,
+        micro_batch_size: int,
+        cache_bytes: int,
     ):
-        self._reader, self._make_example, self._room = TarReader(table), make_example, room
+        self._reader = TarReader(table)
+        self._make_example = make_example
+        self._free_bytes = cache_bytes
         self._micro_batch_size = micro_batch_size
-        self._made: dict[int, dict[str, np.ndarray]] = {}
+        self._cache: dict[int, dict[str, np.ndarray]] = {}
         self.padding = make_example.padding
 
     def __getitem__(self, request: MicroBatchRequest) -> Batch | Failure:
         ids = request.example_ids.tolist()
-        raws = self._reader.read_all([i for i in ids if i not in self._made])
-        examples = ((i, None if i in self._made else next(raws)) for i in ids)
+        raws = self._reader.read_all([i for i in ids if i not in self._cache])
+        examples = ((i, None if i in self._cache else next(raws)) for i in ids)
         try:
-            keyed = zip(examples, request.example_keys, strict=True)
-            return shared(
-                stack_examples(keyed, self, self._micro_batch_size, request.rows.tolist())
-            )
+            keyed_examples = zip(examples, request.example_keys, strict=True)
+            rows = request.rows.tolist()
+            batch = stack_examples(keyed_examples, self, self._micro_batch_size, rows)
+            return move_to_shared_memory(batch)
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
         except MemoryError:
@@ -264,15 +278,15 @@ class MicroBatches(Dataset):
     def __call__(
         self, example: tuple[int, RawExample | None], key: int, /
     ) -> dict[str, np.ndarray]:
-        number, raw = example
+        example_id, raw = example
         if raw is None:
-            return self._made[number]
-        made = self._make_example(raw, key)
-        size = sum(array.nbytes for array in made.values())
-        if size <= self._room and not self._make_example.draws(raw):
-            self._room -= size
-            self._made[number] = made
-        return made
+            return self._cache[example_id]
+        arrays = self._make_example(raw, key)
+        size = sum(array.nbytes for array in arrays.values())
+        if size <= self._free_bytes and not self._make_example.draws(raw):
+            self._free_bytes -= size
+            self._cache[example_id] = arrays
+        return arrays
 
 
 def stack_examples(
@@ -281,13 +295,16 @@ def stack_examples(
     micro_batch_size: int,
     rows: Iterable[int] | None = None,
 ) -> Batch:
-    """Decodes at most `micro_batch_size` examples with their keys and stacks them; missing and undecodable rows are padding.
+    """Decodes at most `micro_batch_size` examples with their keys and stacks them.
+
+    Rows without an example, or with an undecodable one, are padding.
 
     Args:
-        rows: where the examples stand; one after the other from row 0 on if None.
+        rows: the row of each example; the first rows, in order, if None.
 
     Raises:
-        ValueError: the example maker returned arrays of differing names or shapes (a programming error).
+        ValueError: the example maker returned arrays of differing names or shapes (a programming
+            error).
     """
     padding = make_example.padding()
     kinds = {name: (array.shape, array.dtype) for name, array in padding.items()}
@@ -295,8 +312,8 @@ def stack_examples(
         name: np.empty((micro_batch_size, *shape), dtype) for name, (shape, dtype) in kinds.items()
     }
 
+    # Row by row, while a row is in the processor's cache and before the next one takes its memory.
     def fill(row: int, arrays: dict[str, np.ndarray]) -> None:
-        """Row by row, while a row is still in the cache and before the next one takes its memory."""
         if kinds != {name: (array.shape, array.dtype) for name, array in arrays.items()}:
             raise ValueError(
                 "make_example and its padding() return different names, shapes or types"
@@ -306,7 +323,8 @@ def stack_examples(
 
     is_padding_B = torch.ones(micro_batch_size, dtype=torch.bool)
     num_undecodable = 0
-    for row, (raw, key) in zip(itertools.count() if rows is None else rows, examples, strict=False):
+    row_numbers = itertools.count() if rows is None else rows
+    for row, (raw, key) in zip(row_numbers, examples, strict=False):
         try:
             fill(row, make_example(raw, int(key)))
             is_padding_B[row] = False
@@ -315,11 +333,12 @@ def stack_examples(
     for row in is_padding_B.nonzero().flatten().tolist():
         fill(row, padding)
     inputs: dict[str, torch.Tensor] = {}
-    for name, array in stacked.items():  # images_CHW -> images_BCHW, label -> label_B
+    # images_CHW becomes images_BCHW, and label becomes label_B.
+    for name, array in stacked.items():
         stem, _, suffix = name.rpartition("_")
-        inputs[f"{stem}_B{suffix}" if stem and suffix.isupper() else f"{name}_B"] = (
-            torch.from_numpy(array)
-        )
+        has_shape = stem and suffix.isupper()
+        batch_name = f"{stem}_B{suffix}" if has_shape else f"{name}_B"
+        inputs[batch_name] = torch.from_numpy(array)
     return Batch(inputs, is_padding_B, num_undecodable)
 
 
@@ -333,7 +352,9 @@ def eval_batches(
     num_examples: int | None = None,
     paired: bool = False,
 ) -> Iterator[Batch]:
-    """Held-out examples in order, split over ranks; every rank gets equally many batches, padded at the end.
+    """Yields held-out examples in order, split over ranks.
+
+    Every rank gets equally many batches, padded at the end.
 
     Args:
         table: the held-out data.
@@ -341,22 +362,24 @@ def eval_batches(
         micro_batch_size: B.
         rank: takes the examples rank, rank + world_size, ...
         world_size: number of ranks.
-        num_examples: how many of the first examples count; all by default.
-        paired: rows 2k and 2k + 1 hold examples that lie half of the data set apart, so that each can take the other's picture;
-            of an odd number of examples one stands next to padding. B is then rounded down to an even number, at least 2.
+        num_examples: takes only this many of the first examples; all by default.
+        paired: rows 2k and 2k + 1 hold examples half of the data set apart, so that each can take
+            the other's picture; of an odd number of examples one is paired with padding. B is then
+            rounded down to an even number, at least 2.
     """
     total = len(table) if num_examples is None else min(num_examples, len(table))
-    width = 2 if paired else 1
-    rows = math.ceil(total / width)
-    # Row k holds k, and with pairs k + rows.
-    ids_RW = np.arange(rows)[:, None] + rows * np.arange(width)
+    row_size = 2 if paired else 1
+    num_rows = math.ceil(total / row_size)
+    # Row k has example k, and with pairs also example k + num_rows.
+    ids_RW = np.arange(num_rows)[:, None] + num_rows * np.arange(row_size)
     ids = ids_RW[rank::world_size].ravel()
-    ids = ids[ids < total]  # where the number is odd, the very last is none
-    micro_batch_size = max(micro_batch_size // width, 1) * width
+    # The last pair of an odd number of examples has one id too many.
+    ids = ids[ids < total]
+    micro_batch_size = max(micro_batch_size // row_size, 1) * row_size
     reader = TarReader(table)
-    for batch in range(math.ceil(rows * width / (micro_batch_size * world_size))):
-        part = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
-        yield stack_examples(
-            ((raw, 0) for raw in reader.read_all(part)), make_example, micro_batch_size
-        )
+    num_batches = math.ceil(num_rows * row_size / (micro_batch_size * world_size))
+    for batch in range(num_batches):
+        batch_ids = ids[batch * micro_batch_size : (batch + 1) * micro_batch_size]
+        keyed_examples = ((raw, 0) for raw in reader.read_all(batch_ids))
+        yield stack_examples(keyed_examples, make_example, micro_batch_size)
     reader.close()

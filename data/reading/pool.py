@@ -1,6 +1,7 @@
-"""Many shards at once: processes of this machine, or the ranks of an MPI job (`mpirun -n N python ...`).
+"""Works on many shards at once: in processes of this machine, or on the ranks of an MPI job.
 
-mpi4py is imported only under MPI: without an MPI library it cannot be.
+mpi4py is imported only under MPI (`mpirun -n N python ...`): without an MPI library its import
+fails.
 """
 
 import multiprocessing
@@ -19,7 +20,12 @@ _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 class Pool(NamedTuple):
-    """Who works. `is_main` is False on MPI ranks that have only served; an executor of None works in this process."""
+    """An executor, and whether this process gives out jobs.
+
+    Attributes:
+        executor: runs jobs; None runs them in this process.
+        is_main: False on MPI ranks that have only served.
+    """
 
     executor: Executor | None
     is_main: bool
@@ -27,10 +33,10 @@ class Pool(NamedTuple):
 
 @contextmanager
 def worker_pool(num_workers: int) -> Iterator[Pool]:
-    """Workers for `run_all`; under MPI its other ranks, whatever `num_workers` says.
+    """Yields workers for `run_all`; under MPI its other ranks, whatever `num_workers` says.
 
     Raises:
-        DataError: started by an MPI launcher without a usable mpi4py, or fewer than one worker.
+        DataError: an MPI launcher without a usable mpi4py, or fewer than one worker.
     """
     if not 1 <= num_workers <= _MAX_WORKERS:
         raise DataError(
@@ -40,7 +46,8 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
     for name, text in sizes.items():
         if not text.isdecimal():
             raise DataError(
-                f"the launcher's variable {name} is {text!r}, which is no number of ranks; unset it"
+                f"the launcher's variable {name} is {text!r}, which is not a number of ranks; "
+                "unset it"
             )
     if any(int(text) > 1 for text in sizes.values()):
         try:
@@ -52,7 +59,7 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
             ) from error
         if MPI.COMM_WORLD.Get_size() == 1:
             raise DataError(
-                "the MPI launcher is not the one of mpi4py's library: every rank believes it is alone"
+                "each rank sees world size 1: the MPI launcher does not belong to mpi4py's library"
             )
         with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
             # An MPIPoolExecutor on rank 0 and None elsewhere; the type stubs say otherwise.
@@ -60,22 +67,25 @@ def worker_pool(num_workers: int) -> Iterator[Pool]:
     elif num_workers == 1:
         yield Pool(None, True)
     else:
-        # A fresh interpreter per worker: nothing of this process is inherited half-way through.
-        with ProcessPoolExecutor(
-            num_workers, mp_context=multiprocessing.get_context("spawn")
-        ) as executor:
+        # A fresh interpreter per worker inherits no half-finished state of this process.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(num_workers, mp_context=context) as executor:
             yield Pool(executor, True)
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def run_all(
     executor: Executor | None, function: Callable[..., T], jobs: Sequence[tuple[Any, ...]]
 ) -> Iterator[T]:
-    """Results of function(*job) for all jobs, as they are done. The first error ends it; jobs not begun are dropped.
+    """Yields the results of function(*job) for all jobs, in the order in which they finish.
+
+    The first error ends the iteration, and jobs that have not begun are dropped.
 
     Raises:
         ReadError: a worker process died.
@@ -89,7 +99,7 @@ def run_all(
             yield future.result()
     except BrokenProcessPool as error:
         raise ReadError(
-            "a worker process died (killed, or out of memory); the same command goes on"
+            "a worker process died (killed, or out of memory); the same command continues"
         ) from error
     finally:
         for future in futures:

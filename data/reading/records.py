@@ -1,4 +1,4 @@
-"""Types that storages, the index and the reader share: shards, their states, requests and options."""
+"""Types that storages, the index and the reader share: shards, their states, requests, options."""
 
 import zlib
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from data.errors import ReadError
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What a manifest keeps of one shard.
+    """A manifest's record of one shard.
 
     Attributes:
         name: relative to the root.
@@ -17,12 +17,15 @@ class ShardEntry:
         sha256: SHA-256 of its bytes, in hex.
         count: number of examples.
         keys_sha256: SHA-256 of the list of its keys, in hex.
-        repeated_keys: examples whose key came before in the same shard (copies count as a group in privacy).
-        skipped: members that belong to no example: links, devices, folders, hidden or nameless files.
-        several_pictures: examples with more than one, of which the first is used.
-        no_picture, no_text: examples that lack a picture, or that have one without caption or label; by the names of members.
-        version: its state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or `modified` of an
-            object; empty when there is nothing.
+        repeated_keys: examples whose key came before in the same shard (copies count as a group in
+            privacy).
+        skipped: members that belong to no example: links, devices, folders, hidden or nameless
+            files.
+        several_pictures: examples with more than one picture, of which the first is used.
+        no_picture: examples without a picture, by the names of members.
+        no_text: examples with a picture but without caption or label, by the names of members.
+        version: the shard's state when it was indexed, KIND:VALUE: `mtime_ns` of a file, `etag` or
+            `modified` of an object; empty if the storage tells none.
     """
 
     name: str
@@ -39,14 +42,14 @@ class ShardEntry:
 
 
 class ShardStatus(NamedTuple):
-    """Size in bytes and version of a shard as it is now; see `ShardEntry.version`."""
+    """The present size in bytes and version of a shard; see `ShardEntry.version`."""
 
     size: int
     version: str
 
 
 class ReadRequest(NamedTuple):
-    """One example's bytes: `length` at `offset`, which must have this CRC-32."""
+    """A request for one example's bytes: `length` at `offset`, which must have this CRC-32."""
 
     shard: ShardEntry
     offset: int
@@ -56,14 +59,15 @@ class ReadRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How shards are read over the network; local files need none of it.
+    """Options for reading shards over the network; local files need none of them.
 
     Attributes:
-        timeout_seconds: how long one request may take.
-        tries: how often one request is tried, with doubling pauses between the tries.
+        timeout_seconds: limit of one request.
+        tries: tries of one request, with doubling pauses between them.
         backoff_seconds: the first pause.
         connections: requests at the same time, per process.
-        allow_plain_http: permit http:// to hosts other than this one. Whoever sees the requests knows who was sampled.
+        allow_plain_http: permit http:// to other hosts than this one. An observer of the requests
+            knows which examples were sampled.
     """
 
     timeout_seconds: float = 60.0
@@ -73,14 +77,18 @@ class RemoteOptions:
     allow_plain_http: bool = False
 
 
-def check_crc(request: ReadRequest, data: bytes, where: str) -> bytes:
-    """Returns the data if they are the bytes that were indexed.
+def check_crc(request: ReadRequest, extent: bytes, location: str) -> bytes:
+    """Returns the extent if it has the bytes that were indexed.
+
+    Args:
+        location: the shard's name in messages.
 
     Raises:
-        ReadError: they are not.
+        ReadError: the bytes differ.
     """
-    if len(data) != request.length or zlib.crc32(data) != request.crc32:
+    if len(extent) != request.length or zlib.crc32(extent) != request.crc32:
         raise ReadError(
-            f"{where} at byte {request.offset} does not fit its index: the bytes changed; verify the shards"
+            f"{location} at byte {request.offset} does not fit its index: the bytes changed; "
+            "verify the shards"
         )
-    return data
+    return extent

@@ -1,8 +1,8 @@
-"""Shards over the network: range requests through fsspec, with timeouts, retries and bounded parallelism.
+"""Reads shards over the network: range requests through fsspec, with timeouts and retries.
 
-Whoever serves the shards sees which examples are asked for, and so who is in every batch: it must stand inside the trust
-boundary (docs/data.md). What fails for good is a ReadError and ends the run before the step is charged; bytes of this
-kind never become a zero gradient.
+The server of the shards sees which examples are requested, and so the members of every batch: it
+must be inside the trust boundary (docs/data.md). A final failure is a ReadError, which ends the run
+before the step is charged; it never becomes a zero gradient.
 """
 
 import errno
@@ -38,16 +38,27 @@ _VERSIONS = {
     "LastModified": "modified",
     "mtime": "modified",
 }
-"""Names that drivers give to what changes with an object."""
+"""Drivers' names of the properties that change with an object, and ours."""
 _QUERY = re.compile(r"\?[^\s'\"]*")
-"""What may hold a signature, in the address of a redirect."""
-_GONE, _REFUSED = "it is gone", "access is refused"
-_FINAL = {401: _REFUSED, 403: _REFUSED, 404: _GONE, 410: _GONE}
-_FINAL |= {412: "it changed since it was indexed (ETag)", 416: "it is shorter than its index says"}
+"""The query of an address, which may hold a signature."""
+_GONE = "it is gone"
+_REFUSED = "access is refused"
+_FINAL = {
+    401: _REFUSED,
+    403: _REFUSED,
+    404: _GONE,
+    410: _GONE,
+    412: "it changed since it was indexed (ETag)",
+    416: "it is shorter than its index says",
+}
+"""HTTP statuses that another try would not change."""
 
 
 class RemoteStorage:
-    """See `data.reading.storage.Storage`. Another process (after a fork or by pickle) opens its own connections."""
+    """Reads shards over the network; see `data.reading.storage.Storage`.
+
+    Another process (after a fork or by pickle) opens its own connections.
+    """
 
     def __init__(self, root: str, options: RemoteOptions):
         self.root = root
@@ -59,8 +70,8 @@ class RemoteStorage:
             and not options.allow_plain_http
         ):
             raise DataError(
-                f"{root} is not encrypted: whoever sees the requests knows who is in every batch; use https, or set "
-                "data.remote.allow_plain_http = true where the whole network may know"
+                f"{root} is not encrypted: the network sees the requests, and so the members of "
+                "every batch; use https, or set data.remote.allow_plain_http = true if it may"
             )
         self._is_http = parts.scheme in ("http", "https")
         self._filesystem = _filesystem(root, options)
@@ -73,12 +84,13 @@ class RemoteStorage:
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
         url = f"{self.root}/{name}"
 
-        def whole() -> None:
+        def fetch_shard() -> None:
             self._filesystem.get_file(url, str(path), **self._if_match(status.version))
-            if path.stat().st_size != status.size:
-                raise ReadError(f"it was sent with {path.stat().st_size} of {status.size} bytes")
+            size = path.stat().st_size
+            if size != status.size:
+                raise ReadError(f"the server sent {size} of {status.size} bytes")
 
-        self._retry(url, whole)
+        self._retry(url, fetch_shard)
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
         def read(request: ReadRequest) -> bytes:
@@ -86,88 +98,103 @@ class RemoteStorage:
             return self._retry(url, lambda: fetch(url, request))
 
         def fetch(url: str, request: ReadRequest) -> bytes:
-            span = {"start": request.offset, "end": request.offset + request.length}
-            how = self._if_match(request.shard.version) | self._timeout()
-            data: bytes = self._filesystem.cat_file(url, **span, **how)
-            if len(data) > request.length:
+            start = request.offset
+            end = request.offset + request.length
+            settings = self._if_match(request.shard.version) | self._timeout()
+            extent: bytes = self._filesystem.cat_file(url, start=start, end=end, **settings)
+            if len(extent) > request.length:
                 raise _FinalError(f"cannot read {url}: its server does not serve ranges")
-            if len(data) < request.length:
-                raise ReadError(f"{len(data)} of {request.length} bytes at byte {request.offset}")
-            return check_crc(request, data, url)
+            if len(extent) < request.length:
+                raise ReadError(f"{len(extent)} of {request.length} bytes at byte {request.offset}")
+            return check_crc(request, extent, url)
 
         return self._ahead(requests, read, lambda request: request.length)
 
     def close(self) -> None:
-        threads, self._threads = self._threads, None
+        threads = self._threads
+        self._threads = None
         if threads is not None and self._owner == os.getpid():
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _ahead(
-        self, items: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]
+        self, inputs: Sequence[Any], function: Callable[[Any], T], size: Callable[[Any], int]
     ) -> Iterator[T]:
-        """Results in order; at most one call per connection at a time, as many results waiting, and few bytes of them."""
+        """Yields function(input) of all inputs in order, called ahead in threads.
+
+        Limits are one call per connection at a time, two results per connection, and
+        _MAX_BYTES_AHEAD bytes of results.
+
+        Args:
+            size: bytes of the result of an input.
+        """
         if self._threads is None or self._owner != os.getpid():
-            self._threads, self._owner = (
-                ThreadPoolExecutor(self._options.connections, "shards"),
-                os.getpid(),
-            )
+            self._threads = ThreadPoolExecutor(self._options.connections, "shards")
+            self._owner = os.getpid()
         threads = self._threads
         pending: deque[tuple[Future[T], int]] = deque()
-        waiting = 0
+        pending_bytes = 0
         try:
-            for item in items:
+            for input_ in inputs:
                 while pending and (
                     len(pending) >= 2 * self._options.connections
-                    or waiting + size(item) > _MAX_BYTES_AHEAD
+                    or pending_bytes + size(input_) > _MAX_BYTES_AHEAD
                 ):
-                    future, length = pending.popleft()
-                    waiting -= length
+                    future, num_bytes = pending.popleft()
+                    pending_bytes -= num_bytes
                     yield future.result()
-                pending.append((threads.submit(function, item), size(item)))
-                waiting += size(item)
+                future = threads.submit(function, input_)
+                pending.append((future, size(input_)))
+                pending_bytes += size(input_)
             while pending:
-                yield pending.popleft()[0].result()
+                future, _ = pending.popleft()
+                yield future.result()
         finally:
             for future, _ in pending:
                 future.cancel()
 
     def _status(self, name: str) -> ShardStatus | DataError:
         url = f"{self.root}/{name}"
+        timeout = self._timeout()
         try:
-            info = self._retry(url, lambda: self._filesystem.info(url, **self._timeout()))
+            properties = self._retry(url, lambda: self._filesystem.info(url, **timeout))
         except ReadError as error:
             if _final_reason(error.__cause__) == _GONE:
                 return DataError(f"missing or empty shards: {error}")
             raise
-        if info.get("partial") is False:
+        if properties.get("partial") is False:
             return DataError(f"{url}: its server does not serve ranges; use one that does")
-        if not info.get("size"):
+        size = properties.get("size")
+        if not size:
             return DataError(
-                f"missing or empty shards: {url} is empty, or its server does not say how long it is"
+                f"missing or empty shards: {url} is empty, or its server does not tell its size"
             )
-        version = next((f"{_VERSIONS[key]}:{info[key]}" for key in _VERSIONS if info.get(key)), "")
-        return ShardStatus(int(info["size"]), version)
+        version = ""
+        for key, kind in _VERSIONS.items():
+            if properties.get(key):
+                version = f"{kind}:{properties[key]}"
+                break
+        return ShardStatus(int(size), version)
 
     def _timeout(self) -> dict[str, Any]:
         # fsspec's synchronous calls of asynchronous drivers take it; other drivers have their own.
-        return (
-            {"timeout": self._options.timeout_seconds}
-            if isinstance(self._filesystem, AsyncFileSystem)
-            else {}
-        )
+        if isinstance(self._filesystem, AsyncFileSystem):
+            return {"timeout": self._options.timeout_seconds}
+        return {}
 
     def _if_match(self, version: str) -> dict[str, Any]:
-        """The server itself refuses when the file is another one. Only a strong ETag allows that (RFC 9110, 13.1.1)."""
+        """Returns settings by which the server refuses a file of another version.
+
+        Only a strong ETag allows that (RFC 9110, 13.1.1).
+        """
         if not self._is_http:
             return {}
         headers = {"Accept-Encoding": "identity"}
-        is_strong = version.startswith('etag:"')
-        return {
-            "headers": headers | ({"If-Match": version.removeprefix("etag:")} if is_strong else {})
-        }
+        if version.startswith('etag:"'):
+            headers["If-Match"] = version.removeprefix("etag:")
+        return {"headers": headers}
 
     def _retry(self, url: str, call: Callable[[], T]) -> T:
-        """Tries again with doubling pauses, unless the answer is final.
+        """Returns the result of the call; retries it with doubling pauses until a final answer.
 
         Raises:
             ReadError: the answer is final, or the last try failed too.
@@ -178,14 +205,20 @@ class RemoteStorage:
                 return call()
             except _FinalError:
                 raise
-            except Exception as error:  # drivers raise exceptions of their own libraries
-                if reason := _final_reason(error):
+            # Drivers raise exceptions of their own libraries.
+            except Exception as error:
+                reason = _final_reason(error)
+                if reason:
                     raise ReadError(f"cannot read {url}: {reason}") from error
                 if number == self._options.tries:
-                    link = error.__cause__ if isinstance(error.__cause__, Exception) else error
-                    words = _QUERY.sub("", str(link).partition(chr(10))[0])[:200]
-                    problem = f"{type(link).__name__} {words}".strip()
-                    problem = str(error) if isinstance(error, ReadError) else problem
+                    if isinstance(error, ReadError):
+                        problem = str(error)
+                    else:
+                        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                        first_line, _, _ = str(cause).partition("\n")
+                        # The query of an address may hold a signature.
+                        public_text = _QUERY.sub("", first_line)[:200]
+                        problem = f"{type(cause).__name__} {public_text}".strip()
                     raise ReadError(f"cannot read {url} in {number} tries: {problem}") from error
             time.sleep(min(pause, _LONGEST_PAUSE_SECONDS) * random.uniform(0.5, 1.0))
             pause *= 2
@@ -197,11 +230,11 @@ class _FinalError(ReadError):
 
 
 class _RefusedRedirectError(Exception):
-    """A redirect that is not followed, and why."""
+    """A redirect that is not followed; its text gives the reason."""
 
 
 def _final_reason(error: BaseException | None) -> str | None:
-    """Why another try is of no use, or None."""
+    """Returns the reason why another try would fail too, or None if it may succeed."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return f"the copy cannot be written: {error.strerror}"
     # fsspec reports every failed HEAD as a missing file; the cause says why.
@@ -217,21 +250,29 @@ def _final_reason(error: BaseException | None) -> str | None:
 
 
 @functools.cache
-def _stays_encrypted() -> "TraceConfig":
-    """Looks at each redirect before it is followed: none leads from https to http, where anybody sees who is in every batch."""
+def _encrypted_redirects() -> "TraceConfig":
+    """Returns a rule that refuses redirects from https to http before they are followed.
+
+    Over http the network would see the members of every batch.
+    """
     import aiohttp
-    from yarl import URL  # what aiohttp itself reads the next address with
+
+    # aiohttp itself reads the next address with it.
+    from yarl import URL
 
     async def check(
         _session: object, _context: object, redirect: "TraceRequestRedirectParams"
     ) -> None:
         headers = redirect.response.headers
-        target = redirect.url.join(URL(headers.get("Location") or headers.get("URI") or ""))
+        address = headers.get("Location") or headers.get("URI") or ""
+        target = redirect.url.join(URL(address))
         if redirect.url.scheme == "https" and target.scheme != "https":
             redirect.response.close()
-            place = f"{target.scheme}://{target.host}"  # the rest may hold a signature
+            # The rest of the address may hold a signature.
+            place = f"{target.scheme}://{target.host}"
             raise _RefusedRedirectError(
-                f"it redirects to {place}, which is not encrypted; give an address that leads over https all the way"
+                f"it redirects to {place}, which is not encrypted; give an address that leads over "
+                "https all the way"
             )
 
     rule = aiohttp.TraceConfig()
@@ -240,24 +281,22 @@ def _stays_encrypted() -> "TraceConfig":
 
 
 def _filesystem(root: str, options: RemoteOptions) -> Any:
-    """fsspec's driver for a scheme; credentials come from the driver's own environment."""
+    """Returns fsspec's driver for a scheme, which takes credentials from its own environment."""
     scheme = urlsplit(root).scheme
     settings: dict[str, Any] = {}
     if scheme in ("http", "https"):
         import aiohttp
 
         # A whole shard may take long; silence on the line may not.
-        silence = {"sock_read": options.timeout_seconds, "sock_connect": options.timeout_seconds}
-        timeout = aiohttp.ClientTimeout(total=None, **silence)
-        settings["client_kwargs"] = {"timeout": timeout, "trace_configs": [_stays_encrypted()]}
+        seconds = options.timeout_seconds
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=seconds, sock_connect=seconds)
+        trace_configs = [_encrypted_redirects()]
+        settings["client_kwargs"] = {"timeout": timeout, "trace_configs": trace_configs}
         settings["use_listings_cache"] = False
     try:
         return fsspec.get_filesystem_class(scheme)(**settings)
-    except (
-        ImportError,
-        ValueError,
-        TypeError,
-    ) as error:  # a TypeError: it needs more than a URL says
+    # A driver that needs more arguments than a URL gives raises a TypeError.
+    except (ImportError, ValueError, TypeError) as error:
         raise DataError(
             f"{root}: there is no driver for {scheme}:// ({error}); use https:// or s3://"
         ) from error

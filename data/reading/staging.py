@@ -1,12 +1,10 @@
-"""Whole shards on a disk of the node: each is copied once, in the order of the names, and then every example is read from there.
+"""Copies whole shards to a disk of the node, once each and in name order, and reads them there.
 
-What is asked for over the network is then the shards of the node, in their order, whatever the sampling key is: the place
-that serves them learns nothing about who is in a batch. So a reader that needs a shard that has not come yet does not ask for it
-alone: it waits for its turn, or copies all of them where nobody is at work. Several processes, and ranks, share one folder; a
-lock lets one of them copy at a time.
-
-A shard has its name, the SHA-256 that the index states, when it is whole, checked and on the disk. What a kill leaves has another
-name and is thrown away. Nothing is ever evicted.
+The server then sees requests for the node's shards in their order, whatever the sampling key is,
+and learns nothing about the members of a batch. So a reader never requests a missing shard alone:
+it waits for the shard's turn, or copies all shards if no process does. A lock lets one of the
+processes and ranks that share a folder copy. A shard's file gets its name, the SHA-256 of the
+index, when it is whole, checked and durable.
 """
 
 import fcntl
@@ -29,14 +27,17 @@ from data.reading.storage import LocalStorage, Storage
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 5.0
 _QUIET_SECONDS = 1800.0
-"""How long, beyond its own limits for requests, another process that copies may add no byte: it may hash a large shard."""
+"""Limit, beyond that of its requests, in which a copying process may add no byte.
+
+It may hash a large shard.
+"""
 _MARGIN_BYTES = 64 << 20
 """Bytes that stay free on a disk that is filled by whole shards."""
 
 
 @dataclass(frozen=True)
 class Staging:
-    """What one node has: the folder, and the examples [start, stop) whose shards are copied."""
+    """The copies of one node: a folder, and the examples [start, stop) whose shards are copied."""
 
     folder: str
     start: int
@@ -44,21 +45,25 @@ class Staging:
 
 
 def open_folder(folder: Path) -> str:
-    """Makes a folder for staged shards, private; returns the name that it got at first, by which ranks know that they share it.
+    """Makes a private folder for staged shards and returns the random name that it got at first.
+
+    Ranks with equal names share the folder.
 
     Raises:
-        DataError: it cannot be made or written.
+        DataError: the folder cannot be made or written.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        name, mine = folder / "name", folder / f".name.{os.getpid()}.{secrets.token_hex(4)}"
-        if not name.exists():
-            mine.write_text(secrets.token_hex(16))
+        name_file = folder / "name"
+        temporary = folder / f".name.{os.getpid()}.{secrets.token_hex(4)}"
+        if not name_file.exists():
+            temporary.write_text(secrets.token_hex(16))
+            # Only the first of several processes can make the link, to a file that is whole.
             with suppress(FileExistsError):
-                os.link(mine, name)  # the first of several processes makes it, whole
-            mine.unlink()
-        return name.read_text()
+                os.link(temporary, name_file)
+            temporary.unlink()
+        return name_file.read_text()
     except OSError as error:
         raise DataError(
             f"data.staging: cannot use the folder {folder}: {error.strerror or error}"
@@ -66,55 +71,57 @@ def open_folder(folder: Path) -> str:
 
 
 def require_room(folder: Path, shards: Sequence[ShardEntry]) -> None:
-    """Refuses a disk that cannot hold what is still to be copied.
+    """Refuses a disk without room for the shards that are still to be copied.
 
     Raises:
-        DataError: it cannot; says how much is missing and how much lies there that these shards do not need.
+        DataError: there is too little room; the message states the missing bytes, and those of
+            copies that these shards do not need.
     """
-    wanted = {_staged_name(shard): shard.size for shard in shards}
+    node_sizes = {_staged_name(shard): shard.size for shard in shards}
     try:
-        with suppress(BlockingIOError), _locked(folder):  # who copies right now has thrown it away
-            _throw_away(folder)
-        there = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
+        # A process that holds the lock has already removed partial copies.
+        with suppress(BlockingIOError), _locked(folder):
+            _remove_partial_copies(folder)
+        copied_sizes = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise DataError(
             f"data.staging: cannot use the folder {folder}: {error.strerror or error}"
         ) from error
-    missing = sum(size for name, size in wanted.items() if name not in there)
-    if missing + _MARGIN_BYTES > free:
-        others = sum(size for name, size in there.items() if name not in wanted)
-        more = (
-            f"; {others / 1e9:.3g} GB there are of shards that this start does not need"
-            if others
-            else ""
+    missing = sum(size for name, size in node_sizes.items() if name not in copied_sizes)
+    if missing + _MARGIN_BYTES <= free:
+        return
+    unneeded = sum(size for name, size in copied_sizes.items() if name not in node_sizes)
+    unneeded_text = ""
+    if unneeded:
+        unneeded_text = (
+            f"; {unneeded / 1e9:.3g} GB there are of shards that this start does not need"
         )
-        raise DataError(
-            f"data.staging: {folder} has {free / 1e9:.3g} GB free, but the shards of this node take {missing / 1e9:.3g} GB more"
-            f"{more}; free the difference, use more nodes, or remove data.staging"
-        )
+    raise DataError(
+        f"data.staging: {folder} has {free / 1e9:.3g} GB free, but the shards of this node take "
+        f"{missing / 1e9:.3g} GB more{unneeded_text}; free the difference, use more nodes, or "
+        "remove data.staging"
+    )
 
 
 class StagedStorage:
-    """See `data.reading.storage.Storage`: reads examples from the copies, and everything else from the place itself."""
+    """Reads examples from the copies, and all else from the source; see `storage.Storage`."""
 
     def __init__(
         self, source: Storage, folder: Path, shards: Sequence[ShardEntry], remote: RemoteOptions
     ):
         """
         Args:
-            source: the place that has the shards.
+            source: the storage that has the shards.
             folder: see `open_folder`.
-            shards: those of this node, in the order in which they are copied.
-            remote: how the place is read, with as many shards at a time as it has connections.
+            shards: the shards of this node, in the order in which they are copied.
+            remote: options of the source; its `connections` is the number of copies at a time.
         """
         self.root = source.root
-        self._source, self._folder, self._shards, self._connections = (
-            source,
-            folder,
-            shards,
-            remote.connections,
-        )
+        self._source = source
+        self._folder = folder
+        self._shards = shards
+        self._connections = remote.connections
         self._patience = _QUIET_SECONDS + 2 * remote.tries * remote.timeout_seconds
         self._local = LocalStorage(str(folder))
 
@@ -125,10 +132,14 @@ class StagedStorage:
         self._source.fetch(name, status, path)
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        self._wait_for({request.shard.sha256: request.shard for request in requests}.values())
-        staged = [r._replace(shard=replace(r.shard, name=_staged_name(r.shard))) for r in requests]
+        shards = {request.shard.sha256: request.shard for request in requests}
+        self._wait_for(shards.values())
+        staged_requests: list[ReadRequest] = []
+        for request in requests:
+            staged_shard = replace(request.shard, name=_staged_name(request.shard))
+            staged_requests.append(request._replace(shard=staged_shard))
         try:
-            yield from self._local.read_all(staged)
+            yield from self._local.read_all(staged_requests)
         except ReadError as error:
             raise ReadError(
                 f"{error}; if it is a copy of data.staging that rotted, delete it and start again"
@@ -139,59 +150,69 @@ class StagedStorage:
         self._source.close()
 
     def stage_all(self) -> None:
-        """Copies all shards of this node that are not there.
+        """Copies all missing shards of this node.
 
         Raises:
-            ReadError: one cannot be had, or is not what was indexed.
+            ReadError: a shard cannot be read, or is not the shard that was indexed.
         """
         self._wait_for(self._shards)
 
     def _wait_for(self, shards: Iterable[ShardEntry]) -> None:
-        """Returns when all shards are there.
+        """Returns when all shards are copied.
 
         Raises:
-            ReadError: one cannot be had, is gone when it was copied, or nothing comes from the process that copies.
+            ReadError: a shard cannot be read, its copy vanished, or the process that copies is
+                silent.
         """
         for shard in shards:
             path = self._folder / _staged_name(shard)
-            size, since, next_look = -1, time.monotonic(), 0.0
+            folder_size = -1
+            last_growth = time.monotonic()
+            next_look = 0.0
             while not path.exists():
                 try:
                     with _locked(self._folder):
                         self._stage(shard)
                 except BlockingIOError:
-                    now = time.monotonic()
-                    if now >= next_look:
-                        size_before, size = size, _size_of(self._folder)
-                        since = since if size == size_before else now
-                        next_look = now + _LOOK_SECONDS
-                    if now - since > self._patience:
+                    present = time.monotonic()
+                    if present >= next_look:
+                        last_size = folder_size
+                        folder_size = _size_of(self._folder)
+                        if folder_size != last_size:
+                            last_growth = present
+                        next_look = present + _LOOK_SECONDS
+                    silence = present - last_growth
+                    if silence > self._patience:
                         raise ReadError(
-                            f"data.staging: another process has held {self._folder}/lock for {now - since:.0f} s without copying "
-                            "a byte; end it and start again"
+                            f"data.staging: another process has held {self._folder}/lock for "
+                            f"{silence:.0f} s without copying a byte; end it and start again"
                         ) from None
                     time.sleep(_POLL_SECONDS)
                 else:
                     if not path.exists():
                         raise ReadError(
-                            f"data.staging: {path} was copied and is gone; nothing may clear that folder"
+                            f"data.staging: {path} was copied and is gone; nothing may clear that "
+                            "folder"
                         )
 
     def _stage(self, shard: ShardEntry) -> None:
-        """Copies all shards of the node that are missing, several at a time, begun in order; whoever calls it holds the lock.
+        """Copies all missing shards of the node, several at a time, begun in order.
 
-        Where it stopped at the shard that is needed, the place of the shards would see which one that is.
+        The caller holds the lock. A stop at the shard that is needed would show the server which
+        shard that is.
         """
 
         def copy(shard: ShardEntry) -> None:
             path = self._folder / _staged_name(shard)
             part = path.with_suffix(".part")
+            status = ShardStatus(shard.size, shard.version)
             try:
-                self._source.fetch(shard.name, ShardStatus(shard.size, shard.version), part)
+                self._source.fetch(shard.name, status, part)
                 part.chmod(0o600)
                 if hash_file(part) != shard.sha256:
                     raise ReadError(
-                        f"{self.root}/{shard.name} is not what was indexed; verify the shards, then restore it or index again"
+                        f"{self.root}/{shard.name} is not what was indexed; verify the shards, "
+                        "then restore it or index again"
                     )
                 fsync_path(part)
                 part.replace(path)
@@ -204,20 +225,21 @@ class StagedStorage:
                     f"data.staging: cannot write {path}: {error.strerror or error}"
                 ) from error
 
-        _throw_away(self._folder)
-        # A shard of another node, which a batch far beyond its cap may ask for, comes alone.
+        _remove_partial_copies(self._folder)
+        # A shard of another node, which a batch far beyond its cap may need, is copied alone.
         shards = self._shards if shard in self._shards else [shard]
-        missing = {
-            _staged_name(shard): shard
-            for shard in shards
-            if not (self._folder / _staged_name(shard)).exists()
-        }
+        # Shards of equal bytes have one copy.
+        missing_shards: dict[str, ShardEntry] = {}
+        for node_shard in shards:
+            name = _staged_name(node_shard)
+            if not (self._folder / name).exists():
+                missing_shards[name] = node_shard
         with ThreadPoolExecutor(self._connections, "staging") as threads:
-            list(threads.map(copy, missing.values()))  # shards of equal bytes are one
+            list(threads.map(copy, missing_shards.values()))
 
 
 def is_at_work(folder: Path) -> bool:
-    """Whether a process copies to this folder."""
+    """Returns whether a process copies to this folder."""
     try:
         with _locked(folder):
             return False
@@ -226,10 +248,11 @@ def is_at_work(folder: Path) -> bool:
 
 
 def _size_of(folder: Path) -> int:
-    """Bytes of all shards, whole and in part."""
+    """Returns the bytes of all shards, whole and in part."""
     total = 0
     for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # it just got its name
+        # A part may just have been renamed.
+        with suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
 
@@ -238,11 +261,11 @@ def _staged_name(shard: ShardEntry) -> str:
     return f"{shard.sha256}.tar"
 
 
-def _throw_away(folder: Path) -> None:
-    """Removes what a kill left; whoever holds the lock may.
+def _remove_partial_copies(folder: Path) -> None:
+    """Removes the partial copies that a kill left; the caller holds the lock.
 
     Raises:
-        ReadError: it cannot.
+        ReadError: a file cannot be removed.
     """
     try:
         for path in folder.glob("*.part"):
@@ -255,11 +278,11 @@ def _throw_away(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time copies; the lock ends with the process.
+    """Holds the lock of the process that copies; the lock ends with the process.
 
     Raises:
-        BlockingIOError: another one does.
-        ReadError: there is no folder to lock.
+        BlockingIOError: another process holds it.
+        ReadError: the folder cannot be locked.
     """
     try:
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

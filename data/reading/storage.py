@@ -1,7 +1,7 @@
-"""Where shards lie: what the index and the reader ask of a place, local or remote.
+"""Storages of shards, local and remote, as the index and the reader use them.
 
-A place hands out exact bytes or an error; it never decides what the bytes mean. Every block of bytes is checked against
-the checksum in the index before anything else sees it, wherever it came from.
+A storage returns exact bytes or an error, and never interprets the bytes. Each block of bytes is
+checked against the checksum in the index before any other code sees it.
 """
 
 import os
@@ -22,29 +22,31 @@ MAX_OPEN_SHARDS = 64
 
 
 class Storage(Protocol):
-    """A place with shards. Cheap to make; files and connections open when they are first needed."""
+    """A place with shards; files and connections open when they are first needed."""
 
     root: str
 
     def status(self, names: Sequence[str]) -> Iterator[ShardStatus | DataError]:
-        """Size and version of each shard, in this order; an error that says so where a shard is missing or empty.
+        """Yields size and version of each shard, in this order.
+
+        For a missing or empty shard it yields the error instead of raising it.
 
         Raises:
-            ReadError: the place does not answer.
+            ReadError: the storage does not answer.
         """
 
     def fetch(self, name: str, status: ShardStatus, path: Path) -> None:
         """Writes the whole shard, which should have this size and version, to a file.
 
         Raises:
-            ReadError: it cannot be had, or the file cannot be written.
+            ReadError: the shard cannot be read, or the file cannot be written.
         """
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        """The bytes of each request, in this order, checked; later ones are fetched while earlier ones are used.
+        """Yields the checked bytes of each request, in this order, and reads ahead.
 
         Raises:
-            ReadError: bytes that the index promises cannot be had.
+            ReadError: bytes that the index promises cannot be read.
         """
 
     def close(self) -> None:
@@ -52,9 +54,10 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """Shards on a file system: one `pread` per example, announced ahead so that the kernel reads while we decode.
+    """Shards on a file system.
 
-    It survives a fork: every read says where it begins.
+    One `pread` per example is announced ahead, so that the kernel reads while examples are decoded.
+    A fork may share the descriptors, since `pread` does not use their position.
     """
 
     def __init__(self, root: str):
@@ -71,7 +74,7 @@ class LocalStorage:
                 continue
             if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
                 yield DataError(
-                    f"missing or empty shards: {path} is empty or no file; fetch it again"
+                    f"missing or empty shards: {path} is empty or not a file; fetch it again"
                 )
             else:
                 yield ShardStatus(status.st_size, f"mtime_ns:{status.st_mtime_ns}")
@@ -85,33 +88,39 @@ class LocalStorage:
             ) from error
 
     def read_all(self, requests: Sequence[ReadRequest]) -> Iterator[bytes]:
-        if hasattr(
-            os, "posix_fadvise"
-        ):  # It starts reading without waiting; some systems have no such call.
+        # The call starts a read without waiting for it; some systems lack it.
+        if hasattr(os, "posix_fadvise"):
             for request in requests:
                 descriptor = self._descriptor(request.shard)
                 os.posix_fadvise(descriptor, request.offset, request.length, os.POSIX_FADV_WILLNEED)
         for request in requests:
-            path, descriptor = Path(self.root, request.shard.name), self._descriptor(request.shard)
-            pieces: list[bytes] = []  # A file system may return the bytes in pieces.
+            path = Path(self.root, request.shard.name)
+            descriptor = self._descriptor(request.shard)
+            # A file system may return the bytes in pieces.
+            pieces: list[bytes] = []
+            end = request.offset + request.length
             missing = request.length
             while missing:
                 try:
-                    piece = os.pread(descriptor, missing, request.offset + request.length - missing)
+                    piece = os.pread(descriptor, missing, end - missing)
                 except OSError as error:
                     raise ReadError(
                         f"cannot read {path} at byte {request.offset}: {error.strerror or error}"
                     ) from error
                 if not piece:
                     raise ReadError(
-                        f"short read of {path} at byte {request.offset}: {missing} of {request.length} bytes are missing"
+                        f"short read of {path} at byte {request.offset}: {missing} of "
+                        f"{request.length} bytes are missing"
                     )
                 pieces.append(piece)
                 missing -= len(piece)
-            yield check_crc(request, pieces[0] if len(pieces) == 1 else b"".join(pieces), str(path))
+            # One piece, the usual case, is passed on without a copy.
+            extent = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            yield check_crc(request, extent, str(path))
 
     def close(self) -> None:
-        descriptors, self._descriptors = self._descriptors, OrderedDict()
+        descriptors = self._descriptors
+        self._descriptors = OrderedDict()
         for descriptor in descriptors.values():
             os.close(descriptor)
 
@@ -120,7 +129,7 @@ class LocalStorage:
             self.close()
 
     def _descriptor(self, shard: ShardEntry) -> int:
-        """An open file for the shard, the least recently used one closed first."""
+        """Returns an open file of the shard; closes the least recently used file at the limit."""
         descriptor = self._descriptors.pop(shard.name, None)
         if descriptor is None:
             path = Path(self.root, shard.name)
@@ -132,37 +141,40 @@ class LocalStorage:
             if size != shard.size:
                 os.close(descriptor)
                 raise ReadError(
-                    f"{path} has {size} bytes, its index says {shard.size}; restore the shard or index again"
+                    f"{path} has {size} bytes, its index says {shard.size}; restore the shard or "
+                    "index again"
                 )
             if len(self._descriptors) >= MAX_OPEN_SHARDS:
-                os.close(self._descriptors.popitem(last=False)[1])
+                _, oldest_descriptor = self._descriptors.popitem(last=False)
+                os.close(oldest_descriptor)
         self._descriptors[shard.name] = descriptor
         return descriptor
 
 
 @contextmanager
 def local_copy(root: str, remote: RemoteOptions, name: str) -> Iterator[Path]:
-    """A whole shard of a root as a local file, for as long as the context lasts: of a remote one a private temporary copy.
+    """Yields the path of a whole shard as a local file.
+
+    A remote shard is copied to a private temporary file, which the end of the context removes.
 
     Raises:
-        DataError: it is missing or empty.
-        ReadError: it cannot be had.
+        DataError: the shard is missing or empty.
+        ReadError: the shard cannot be read.
     """
     if not is_url(root):
         yield Path(root, name)
         return
     with closing(open_storage(root, remote)) as storage:
         [status] = require_present(storage.status([name]))
-        with tempfile.TemporaryDirectory(
-            prefix="shard-"
-        ) as folder:  # The disk must hold one shard per worker.
+        # The disk must hold one shard per worker.
+        with tempfile.TemporaryDirectory(prefix="shard-") as folder:
             path = Path(folder) / "shard.tar"
             storage.fetch(name, status, path)
             yield path
 
 
 def require_present(statuses: Iterable[ShardStatus | DataError]) -> Iterator[ShardStatus]:
-    """Passes on what `Storage.status` says.
+    """Yields the statuses of `Storage.status` and raises its errors.
 
     Raises:
         DataError: a shard is missing or empty.
@@ -174,15 +186,14 @@ def require_present(statuses: Iterable[ShardStatus | DataError]) -> Iterator[Sha
 
 
 def open_storage(root: str, remote: RemoteOptions) -> Storage:
-    """The place that a root names.
+    """Returns the storage that a root names, a folder or a URL.
 
     Raises:
         DataError: a scheme without a driver, or plain http to another host.
     """
     if is_url(root):
-        from data.reading.remote import (
-            RemoteStorage,
-        )  # network libraries are imported only for network shards
+        # Network libraries are imported only for shards on the network.
+        from data.reading.remote import RemoteStorage
 
         return RemoteStorage(root, remote)
     return LocalStorage(root)

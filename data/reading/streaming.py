@@ -1,9 +1,9 @@
-"""Public data in the order of the shards, shuffled by `webdataset`: synthetic pre-training.
+"""Reads public data in the order of the shards, shuffled by `webdataset`: synthetic pre-training.
 
-Shuffled streaming is not Poisson sampling and amplifies no privacy, so a private run never reads like this. Every epoch
-shuffles the shards, splits them over all readers (ranks times workers), and shuffles examples in a buffer. The same seed,
-number of ranks and number of workers give the same micro-batches; a stream that starts later passes over what was
-consumed without decoding it.
+Shuffled streaming is not Poisson sampling and amplifies no privacy, so a private run never reads
+like this. Every epoch shuffles the shards, splits them over all readers (ranks times workers), and
+shuffles examples in a buffer. The same seed, number of ranks and number of workers give the same
+micro-batches; a stream that starts later skips the examples before its start without decoding them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data.batch import Batch
 from data.errors import DataError, ReadError
 from data.examples.examples import MakeExample
-from data.reading.loader import Failure, Prefetched, stack_examples
+from data.reading.loader import Failure, Prefetcher, stack_examples
 from data.reading.reader import RawExample, read_in_order
-from data.reading.workers import shared
+from data.reading.workers import move_to_shared_memory
 
 if TYPE_CHECKING:
     from privacy.step.batches import StepBatch
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is streamed.
+    """A stream of shuffled examples.
 
     Attributes:
         shards: tar files.
         seed: decides all shuffling and the examples' keys; public.
-        shuffle_buffer: examples among which the next is drawn; 0 keeps the order of shards and examples.
+        shuffle_buffer: examples among which the next is drawn; 0 keeps the order of shards and
+            examples.
     """
 
     shards: Sequence[Path]
@@ -45,10 +46,11 @@ class Stream:
     shuffle_buffer: int = 1000
 
     def examples(self, reader: int, num_readers: int) -> Iterator[tuple[RawExample, int]]:
-        """Examples with their keys for augmentation, without end.
+        """Yields examples with their keys for augmentation, without end.
 
         Raises:
-            DataError: a shard is no whole tar archive, keeps members of an example apart, or this reader finds no example.
+            DataError: a shard is not a whole tar archive, has members of an example in two places,
+                or this reader finds no example.
             ReadError: a shard cannot be read.
         """
         for epoch in itertools.count():
@@ -56,48 +58,50 @@ class Stream:
             for name, raw in self.epoch(epoch, reader, num_readers):
                 is_empty = False
                 identity = f"{self.seed} {epoch} {name}".encode("utf-8", "surrogatepass")
-                yield raw, int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big")
-            if is_empty:  # so is every later epoch, or this reader's shard is
+                digest = hashlib.blake2b(identity, digest_size=8).digest()
+                yield raw, int.from_bytes(digest, "big")
+            # Every later epoch would be empty too, or this reader's shard has no example.
+            if is_empty:
                 raise DataError(
-                    f"reader {reader + 1} of {num_readers} (ranks times data.num_workers) finds no example in {len(self.shards)} "
-                    f"shards, {self.shards[0]} and others: lower data.num_workers, or leave out shards without examples"
+                    f"reader {reader + 1} of {num_readers} (ranks times data.num_workers) finds no "
+                    f"example in {len(self.shards)} shards, {self.shards[0]} and others: lower "
+                    "data.num_workers, or leave out shards without examples"
                 )
 
     def epoch(
         self, epoch: int, reader: int = 0, num_readers: int = 1
     ) -> Iterator[tuple[str, RawExample]]:
-        """Names and examples of one epoch for one of the readers, which are ranks times workers.
+        """Yields names and examples of one epoch for one of the readers (ranks times workers).
 
-        Each reads other shards; where there are fewer shards than readers, each reads all of them and takes every
-        num_readers-th example.
+        Readers have distinct shards. With fewer shards than readers, each reads all of them and
+        takes every num_readers-th example.
         """
         shards = [str(path) for path in self.shards]
         if self.shuffle_buffer:
             random.Random(f"{self.seed} {epoch}").shuffle(shards)
         by_shard = len(shards) >= num_readers
-        chosen = shards[reader::num_readers] if by_shard else shards
-        named: Iterator[tuple[str, RawExample]]
-        named = (
+        reader_shards = shards[reader::num_readers] if by_shard else shards
+        named_examples: Iterator[tuple[str, RawExample]]
+        named_examples = (
             (f"{path} {os.fsdecode(key)}", raw)
-            for path in chosen
+            for path in reader_shards
             for key, raw in read_in_order(Path(path))
         )
         if not by_shard:
-            named = itertools.islice(named, reader, None, num_readers)
+            named_examples = itertools.islice(named_examples, reader, None, num_readers)
         if self.shuffle_buffer:
             import webdataset
 
             rng = random.Random(f"{self.seed} {epoch} {reader}")
-            named = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=rng)(
-                named
-            )
-        yield from named
+            size = self.shuffle_buffer
+            named_examples = webdataset.shuffle(size, initial=size, rng=rng)(named_examples)
+        yield from named_examples
 
 
-class StreamingLoader(Prefetched, IterableDataset):
-    """Micro-batches of a stream, step by step: the counterpart of `loader.Loader` for public data.
+class StreamingLoader(Prefetcher, IterableDataset):
+    """Delivers the micro-batches of a stream, step by step: `loader.Loader` for public data.
 
-    In a worker it yields the micro-batches whose number leaves the worker's remainder.
+    Of num_workers workers, worker k yields each num_workers-th micro-batch.
     """
 
     def __init__(
@@ -114,61 +118,71 @@ class StreamingLoader(Prefetched, IterableDataset):
         prefetch_micro_batches: int = 8,
         pin_memory: bool = False,
     ):
-        """Prepares the stream; workers start with `steps`.
+        """Prepares the stream; `steps` starts the workers.
 
         Args:
             micro_batch_size: rows of every micro-batch; the last ones of a step may be padded.
-            batch_size: exact size of the logical batch over all ranks, which have equally many micro-batches.
+            batch_size: exact size of the logical batch over all ranks, which have equally many
+                micro-batches.
             start_step: number of steps that an earlier run has consumed.
             num_workers, prefetch_micro_batches, pin_memory: as for Loader.
         """
-        mine = batch_size // world_size + (rank < batch_size % world_size)
-        starts = range(0, -(-batch_size // world_size), micro_batch_size)
-        self._sizes = [max(0, min(micro_batch_size, mine - start)) for start in starts]
-        self._stream, self._make_example, self._micro_batch_size = (
-            stream,
-            make_example,
-            micro_batch_size,
-        )
-        self._first, self._rank, self._world_size = start_step * len(self._sizes), rank, world_size
+        rank_size = batch_size // world_size + (rank < batch_size % world_size)
+        max_rank_size = -(-batch_size // world_size)
+        # Every rank has the micro-batches of the largest rank; the last may be empty.
+        starts = range(0, max_rank_size, micro_batch_size)
+        self._sizes = [max(0, min(micro_batch_size, rank_size - start)) for start in starts]
+        self._stream = stream
+        self._make_example = make_example
+        self._micro_batch_size = micro_batch_size
+        self._first = start_step * len(self._sizes)
+        self._rank = rank
+        self._world_size = world_size
         super().__init__(num_workers, prefetch_micro_batches, pin_memory)
 
     def steps(
         self, plans: Iterator[StepBatch]
     ) -> Generator[tuple[StepBatch, Iterator[Batch]], None, None]:
-        """Pairs every plan, of which only the step's number stays, with the next micro-batches of the stream.
+        """Pairs every plan with the next micro-batches of the stream.
+
+        The plans are yielded without ids and keys, which do not describe the stream.
 
         Raises:
-            DataError: a damaged shard, or none that holds an example.
+            DataError: a damaged shard, or no shard that has an example.
             ReadError: a shard cannot be read, or a worker died.
         """
         results = self.results(self, None)
         batches = iter(lambda: self.next_batch(results), None)
         for plan in plans:
             self.data_wait = 0.0
-            mine = itertools.islice(batches, len(self._sizes))
-            nobody = plan._replace(
+            step_batches = itertools.islice(batches, len(self._sizes))
+            empty_plan = plan._replace(
                 example_ids=plan.example_ids[:0], example_keys=plan.example_keys[:0]
             )
-            yield nobody, mine
-            for _ in mine:
+            yield empty_plan, step_batches
+            # The next step starts behind the micro-batches that the caller has not read.
+            for _ in step_batches:
                 pass
 
     def __iter__(self) -> Iterator[Batch | Failure]:
-        info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # DataLoader asks worker 0 first, and the number of the first micro-batch says whose turn that is.
+        worker_info = get_worker_info()
+        worker = 0 if worker_info is None else worker_info.id
+        num_workers = 1 if worker_info is None else worker_info.num_workers
+        # DataLoader asks worker 0 first, so worker 0 has to serve the first micro-batch.
         turn = (self._first + worker) % num_workers
         examples = self._stream.examples(
             self._rank * num_workers + turn, self._world_size * num_workers
         )
         try:
-            for ordinal in itertools.count(turn, num_workers):
-                rows = list(itertools.islice(examples, self._sizes[ordinal % len(self._sizes)]))
-                if (
-                    ordinal >= self._first
-                ):  # What an earlier run consumed is passed over without decoding it.
-                    yield shared(stack_examples(rows, self._make_example, self._micro_batch_size))
+            for number in itertools.count(turn, num_workers):
+                size = self._sizes[number % len(self._sizes)]
+                batch_examples = list(itertools.islice(examples, size))
+                # Micro-batches of an earlier run are skipped without decoding them.
+                if number >= self._first:
+                    batch = stack_examples(
+                        batch_examples, self._make_example, self._micro_batch_size
+                    )
+                    yield move_to_shared_memory(batch)
         except (DataError, ReadError) as error:
             yield Failure(type(error), str(error))
         except MemoryError:

@@ -1,4 +1,4 @@
-"""Processes that read for a trainer: how they start and how they end."""
+"""Starts and ends the processes that read for a trainer."""
 
 import contextlib
 import multiprocessing
@@ -25,20 +25,23 @@ _PRELOAD = [
 
 
 def worker_context() -> Any:
-    """How data workers start: from a small server that has loaded what they need, never from a process with threads."""
+    """Returns the start method of data workers: a fork server that has imported their modules.
+
+    A fork of the trainer itself would be a fork of a process with threads.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
 
 def end_with_parent(_worker: int) -> None:
-    """Ends this worker when its trainer is gone, however that ended.
+    """Ends this worker when its trainer ends, in whatever way.
 
-    torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as long as its workers.
+    torch's own watchdog compares parent ids; a worker's parent is the fork server, which lives as
+    long as its workers.
     """
-    from data.reading.worker_signals import (
-        leave_to_trainer,
-    )  # importing it has an effect that only a worker may have
+    # Imported here: the import ignores signals, which only a worker may do.
+    from data.reading.worker_signals import leave_to_trainer
 
     leave_to_trainer()
     parent = multiprocessing.parent_process()
@@ -54,7 +57,10 @@ def end_with_parent(_worker: int) -> None:
 
 
 def copy_shards(table: ExampleTable) -> None:
-    """Copies the shards of this node, in a process of its own. What fails is reported by the reader that needs it."""
+    """Copies the shards of this node, in a process of its own.
+
+    A failed copy is reported by the reader that needs the shard.
+    """
     end_with_parent(0)
     storage = table.storage()
     assert isinstance(storage, StagedStorage)
@@ -69,16 +75,18 @@ def data_loader(
     prefetch_factor: int | None,
     pin_memory: bool,
 ) -> DataLoader:
-    """torch's loader of what is batched already, with workers that end with their trainer.
+    """Returns torch's loader without batching, whose workers end with their trainer.
 
     Args:
-        requests: what the dataset is asked for; None for an iterable one.
+        dataset: makes whole micro-batches.
+        requests: arguments of the dataset's `__getitem__`; None for an iterable dataset.
+        prefetch_factor: micro-batches that each worker prepares ahead; None without workers.
     """
     return DataLoader(
         dataset,
         sampler=requests,
         batch_size=None,
-        collate_fn=as_is,
+        collate_fn=keep_batch,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         multiprocessing_context=worker_context() if num_workers else None,
@@ -87,14 +95,14 @@ def data_loader(
     )
 
 
-def shared(batch: Batch) -> Batch:
-    """Moves a micro-batch of a worker to shared memory, on its way to the trainer.
+def move_to_shared_memory(batch: Batch) -> Batch:
+    """Moves a worker's micro-batch to shared memory and returns it.
 
-    Torch would do so in a thread of its own that prints what went wrong and loses the micro-batch, for which the trainer would
-    wait for ever.
+    torch would do so in a thread that prints an error and loses the micro-batch, and the trainer
+    would wait for it for ever.
 
     Raises:
-        ReadError: there is too little memory.
+        ReadError: there is too little shared memory.
     """
     if get_worker_info() is not None:
         try:
@@ -103,11 +111,12 @@ def shared(batch: Batch) -> Batch:
         except RuntimeError as error:
             reason = str(error).split("\n")[0]
             raise ReadError(
-                f"a data worker has no shared memory for a micro-batch ({reason}); use fewer workers"
+                f"a data worker has no shared memory for a micro-batch ({reason}); "
+                "use fewer workers"
             ) from error
     return batch
 
 
-def as_is(batch: Any) -> Any:
-    """Keeps torch from converting anything; a named function can be pickled."""
+def keep_batch(batch: Any) -> Any:
+    """Returns the batch unchanged, so that torch converts nothing; unlike a lambda it pickles."""
     return batch

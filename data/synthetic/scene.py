@@ -1,4 +1,4 @@
-"""What a picture consists of: texture programs in boxes, shapes on top. What it shows, as structure; and its true captions."""
+"""Scenes (texture programs in boxes, with shapes on top), statements about them, and captions."""
 
 from dataclasses import dataclass, replace
 
@@ -10,8 +10,8 @@ from data.synthetic.vocabulary import (
     COUNTS,
     INTRODUCTIONS,
     RELATIONS,
-    a,
-    listed,
+    enumeration,
+    with_article,
 )
 
 Rng = np.random.Generator
@@ -24,9 +24,9 @@ class Texture:
 
     Attributes:
         program: its name in `fields.py`; "plain" for one colour.
-        colours: one to three colour names; the program's number 0 is the first, 1 the last.
-        values: the program's own parameters, at most eight.
-        box: left, top, right, bottom of the part that it fills, 0 to 1.
+        colours: one to three colour names; the program's number 0 means the first, 1 the last.
+        values: parameters of the program, at most eight.
+        box: left, top, right, bottom edge of the filled part, 0 to 1.
     """
 
     program: str
@@ -37,14 +37,14 @@ class Texture:
 
 @dataclass(frozen=True)
 class Shape:
-    """One drawn shape.
+    """A drawn shape.
 
     Attributes:
         name: its name in `shapes.py`.
         colour: its name.
         x: centre in image sides from the left.
         y: centre in image sides from the top.
-        radius: that of the circle around it, in image sides.
+        radius: of the circle around it, in image sides.
         angle: radians, clockwise.
         fill: solid, hollow, striped, dotted or checkered.
         second: the other colour of a striped, dotted or checkered fill.
@@ -62,7 +62,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """Textures from back to front, then shapes from back to front."""
+    """A picture's textures from back to front, then its shapes from back to front."""
 
     textures: tuple[Texture, ...]
     shapes: tuple[Shape, ...] = ()
@@ -73,9 +73,9 @@ class Group:
     """Equal shapes: "three small red stars".
 
     Attributes:
-        count: how many.
-        shape: name.
-        colour: name.
+        count: number of shapes.
+        shape: name of the shape.
+        colour: name of the colour.
         fill: see `Shape`.
         second: the other colour of a patterned fill.
         size: a word, or nothing.
@@ -89,31 +89,32 @@ class Group:
     size: str = ""
 
     def phrase(self) -> str:
-        """With article or number."""
+        """Returns the noun phrase, with article or number."""
         noun = self.shape if self.count == 1 else shapes.plural(self.shape)
         if self.fill == "hollow":
             noun = f"hollow {self.colour} {noun}"
         elif self.second is not None:
-            noun = f"{self.fill} {listed([self.colour, self.second])} {noun}"
+            noun = f"{self.fill} {enumeration([self.colour, self.second])} {noun}"
         else:
             noun = f"{self.colour} {noun}"
-        noun = f"{self.size} {noun}" if self.size else noun
-        return a(noun) if self.count == 1 else f"{COUNTS[self.count]} {noun}"
+        if self.size:
+            noun = f"{self.size} {noun}"
+        return with_article(noun) if self.count == 1 else f"{COUNTS[self.count]} {noun}"
 
-    def with_look_of(self, other: "Group") -> "Group":
-        """This number and shape in the colours of the other."""
-        return replace(self, colour=other.colour, fill=other.fill, second=other.second)
+    def with_look_of(self, group: "Group") -> "Group":
+        """Returns this number and shape in the colours of another group."""
+        return replace(self, colour=group.colour, fill=group.fill, second=group.second)
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a caption states about a picture.
+    """A statement of a caption about a picture.
 
     Attributes:
         groups: one group; two in a relation; three from left to right or from top to bottom.
         relation: a key of RELATIONS between two groups; "right" or "down" for three; else None.
-        place: where one group is, a phrase such as "in the center", or an arrangement such as "in a row".
-        background: a phrase, or nothing.
+        place: of one group, a phrase such as "in the center", or an arrangement such as "in a row".
+        background: a phrase, or "".
         textures: instead of groups: one phrase, or two in a relation.
     """
 
@@ -124,39 +125,35 @@ class Statement:
     textures: tuple[str, ...] = ()
 
     def caption(self, rng: Rng) -> str:
-        """A true sentence, its wording drawn at random."""
+        """Returns a true sentence, whose wording is drawn at random."""
         body = self._body(rng)
         if self.background and rng.random() < 0.75:
             body += rng.choice([" on ", " in front of ", " against "]) + self.background
         introductions = ABSTRACT_INTRODUCTIONS if self.textures else INTRODUCTIONS
         introduction = str(introductions[rng.integers(len(introductions))])
+        # It would be "an image of from left to right" or "an abstract pattern of a checkerboard".
         has_article = body.startswith(("a ", "an ", "the "))
-        if body.startswith("from ") or (
-            self.textures and introduction.endswith(" of ") and has_article
-        ):
-            introduction = (
-                ""  # "an image of from left to right", "an abstract pattern of a checkerboard"
-            )
+        is_texture_of = bool(self.textures) and introduction.endswith(" of ")
+        if body.startswith("from ") or (is_texture_of and has_article):
+            introduction = ""
         return introduction + body
 
     def plain_caption(self) -> str:
-        """The true caption of shapes in the plainest wording, without background."""
+        """Returns the true caption of shapes in the plainest wording, without background."""
         return self._body(None)
 
     def _body(self, rng: Rng | None) -> str:
         phrases = self.textures or tuple(group.phrase() for group in self.groups)
         if len(phrases) == 3:
-            way = {"right": "from left to right", "down": "from top to bottom"}[str(self.relation)]
+            orders = {"right": "from left to right", "down": "from top to bottom"}
+            order = orders[str(self.relation)]
             if rng is not None and rng.random() < 0.3:
                 return f"{phrases[1]} between {phrases[0]} and {phrases[2]}"
-            return (
-                f"{way}: {listed(phrases)}"
-                if rng is not None and rng.random() < 0.5
-                else f"{listed(phrases)} {way}"
-            )
+            if rng is not None and rng.random() < 0.5:
+                return f"{order}: {enumeration(phrases)}"
+            return f"{enumeration(phrases)} {order}"
         if len(phrases) == 2 and self.relation is not None:
             words = RELATIONS[self.relation]
-            return (
-                f"{phrases[0]} {words[0 if rng is None else rng.integers(len(words))]} {phrases[1]}"
-            )
-        return f"{listed(phrases)} {self.place}".strip()
+            word = words[0 if rng is None else rng.integers(len(words))]
+            return f"{phrases[0]} {word} {phrases[1]}"
+        return f"{enumeration(phrases)} {self.place}".strip()

@@ -1,4 +1,4 @@
-"""Texture programs: which parameters they may have, and the phrases that these make true; random textures and their names."""
+"""Texture programs: their parameters, the phrases that these make true, and random textures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,15 @@ from math import pi
 import numpy as np
 
 from data.synthetic.scene import Texture
-from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, listed
+from data.synthetic.vocabulary import COLOURS, COUNTS, colour_distance, enumeration
 
 Rng = np.random.Generator
 Words = Sequence[str]
 Values = tuple[float, ...]
+Draw = Callable[[Rng], Values]
+"""Draws one or several parameters of a program."""
+Adjective = Callable[[Values], Words]
+"""Returns the adjectives that a program's parameters make true, one or none."""
 
 
 @dataclass(frozen=True)
@@ -19,57 +23,100 @@ class Kind:
     """A texture program's parameters and phrases.
 
     Attributes:
-        values: draws its parameters.
-        nouns: phrases in which {c} stands for all colours, {c0} for the first, {c1} for the last, {n} for its first
-            parameter and {adj} for adjectives.
+        draws: draw its parameters, one after the other.
+        nouns: phrases in which {c} stands for all colours, {c0} for the first, {c1} for the last,
+            {n} for its first parameter and {adj} for adjectives.
         max_colours: 2, or 3.
-        adjectives: what its parameters allow to say.
+        adjectives: in the order of the phrase.
     """
 
-    values: Callable[[Rng], Values]
+    draws: tuple[Draw, ...]
     nouns: Words
     max_colours: int = 2
-    adjectives: Callable[[Values], Words] = lambda values: ()
+    adjectives: tuple[Adjective, ...] = ()
 
 
-def _pick(rng: Rng, *choices: float) -> float:
-    return float(choices[int(rng.integers(len(choices)))])
+def _uniform(low: float, high: float) -> Draw:
+    return lambda rng: (rng.uniform(low, high),)
 
 
-def _whole(rng: Rng, low: int, high: int) -> float:
-    return float(rng.integers(low, high))
+def _whole(low: int, high: int) -> Draw:
+    def draw(rng: Rng) -> Values:
+        return (float(rng.integers(low, high)),)
+
+    return draw
+
+
+def _fixed(*values: float) -> Draw:
+    return lambda rng: values
+
+
+def _choice(*choices: float) -> Draw:
+    def draw(rng: Rng) -> Values:
+        place = int(rng.integers(len(choices)))
+        return (float(choices[place]),)
+
+    return draw
 
 
 def _band(value: float, low: float, high: float, below: str, above: str) -> Words:
-    """The word for a value below `low` or above `high`."""
-    return (below,) if value < low else (above,) if value > high else ()
+    """Returns the word for a value below `low` or above `high`, if it is either."""
+    if value < low:
+        return (below,)
+    return (above,) if value > high else ()
 
 
-def _scale(low: float, high: float, few: str, many: str) -> Callable[[Values], Words]:
-    """An adjective for a frequency (the first parameter) below `low` or above `high`."""
+def _scale(low: float, high: float, few: str, many: str) -> Adjective:
+    """Returns an adjective for a frequency (the first parameter) below `low` or above `high`."""
     return lambda values: _band(values[0], low, high, few, many)
 
 
+def _if_set(place: int, word: str) -> Adjective:
+    """Returns an adjective for a parameter that is not 0."""
+    return lambda values: (word,) if values[place] else ()
+
+
 def _direction(angle: float) -> str:
-    return {0: "vertical", 90: "horizontal"}.get(round(angle * 180 / pi), "diagonal")
+    degrees = round(angle * 180 / pi)
+    return {0: "vertical", 90: "horizontal"}.get(degrees, "diagonal")
 
 
-def _stripes(rng: Rng) -> Values:
-    wavy = rng.random() < 0.3
-    angle = _pick(rng, 0, pi / 2, pi / 4, -pi / 4)
-    return (rng.uniform(2.5, 14), angle, 0.04 if wavy else 0.0, rng.uniform(1.5, 3), 0.0)
+def _stripes_direction(values: Values) -> Words:
+    return (_direction(values[1]),)
 
 
-def _centred(rng: Rng, first: float, second: float) -> Values:
-    return (first, second, rng.uniform(0.4, 0.6), rng.uniform(0.4, 0.6))
+def _zigzag_direction(values: Values) -> Words:
+    return (_direction(pi / 2 - values[3]),)
 
 
-def _offset(rng: Rng, *values: float) -> Values:
-    """Parameters with a random place in the noise at their end."""
-    return (*values, *[0.0] * (6 - len(values)), _whole(rng, 0, 256), _whole(rng, 0, 256))
+def _gradient_direction(values: Values) -> Words:
+    return ("radial" if values[0] > 8 else _direction(pi / 2 - values[0]),)
 
 
-_JULIA = (
+def _draw_stripes(rng: Rng) -> Values:
+    is_wavy = rng.random() < 0.3
+    [angle] = _choice(0, pi / 2, pi / 4, -pi / 4)(rng)
+    wave_height = 0.04 if is_wavy else 0.0
+    frequency = rng.uniform(2.5, 14)
+    wave_frequency = rng.uniform(1.5, 3)
+    return frequency, angle, wave_height, wave_frequency, 0.0
+
+
+def _draw_spiral_turns(rng: Rng) -> Values:
+    [sign] = _choice(-1, 1)(rng)
+    return (sign * rng.uniform(2, 6),)
+
+
+def _draw_julia_point(rng: Rng) -> Values:
+    return _JULIA[rng.integers(len(_JULIA))]
+
+
+_CENTRE = (_uniform(0.4, 0.6), _uniform(0.4, 0.6))
+_OFFSET = (_whole(0, 256), _whole(0, 256))
+"""A random place in the noise, which programs expect behind six other parameters."""
+
+
+_JULIA: tuple[Values, ...] = (
     (-0.8, 0.156),
     (-0.4, 0.6),
     (0.285, 0.01),
@@ -80,7 +127,7 @@ _JULIA = (
 )
 KINDS: dict[str, Kind] = {
     "stripes": Kind(
-        _stripes,
+        (_draw_stripes,),
         (
             "{adj} {c} stripes",
             "{adj} stripes in {c}",
@@ -88,45 +135,38 @@ KINDS: dict[str, Kind] = {
             "{c} {adj} lines side by side",
         ),
         3,
-        lambda v: (
-            *_band(v[0], 5, 9, "wide", "thin"),
-            *(("wavy",) if v[2] else ()),
-            _direction(v[1]),
-        ),
+        (_scale(5, 9, "wide", "thin"), _if_set(2, "wavy"), _stripes_direction),
     ),
     "checkerboard": Kind(
-        lambda rng: (rng.uniform(2, 7), _pick(rng, 0, 0, pi / 4)),
+        (_uniform(2, 7), _choice(0, 0, pi / 4)),
         (
             "a {adj} {c} checkerboard",
             "a {adj} checkered pattern of {c}",
             "{adj} alternating {c} tiles",
             "a chessboard in {c}",
         ),
-        adjectives=lambda v: (
-            *_band(v[0], 3.2, 5.5, "coarse", "fine"),
-            *(("tilted",) if v[1] else ()),
-        ),
+        adjectives=(_scale(3.2, 5.5, "coarse", "fine"), _if_set(1, "tilted")),
     ),
     "dots": Kind(
-        lambda rng: (_whole(rng, 3, 11), rng.uniform(0.24, 0.38), _pick(rng, 0, 0.5), 0.0),
+        (_whole(3, 11), _uniform(0.24, 0.38), _choice(0, 0.5), _fixed(0.0)),
         (
             "{adj} {c1} dots on {c0}",
             "{adj} {c1} polka dots on a {c0} background",
             "{c0} fabric with {adj} {c1} spots",
         ),
-        adjectives=_scale(4.5, 8.5, "large", "small"),
+        adjectives=(_scale(4.5, 8.5, "large", "small"),),
     ),
     "rings": Kind(
-        lambda rng: (rng.uniform(4, 12), rng.uniform(0.35, 0.65), rng.uniform(0.35, 0.65)),
+        (_uniform(4, 12), _uniform(0.35, 0.65), _uniform(0.35, 0.65)),
         (
             "{adj} concentric {c} rings",
             "a target of {c} circles",
             "{adj} {c} ripples around one point",
         ),
-        adjectives=_scale(6, 10, "broad", "narrow"),
+        adjectives=(_scale(6, 10, "broad", "narrow"),),
     ),
     "spiral": Kind(
-        lambda rng: _centred(rng, _whole(rng, 1, 6), _pick(rng, -1, 1) * rng.uniform(2, 6)),
+        (_whole(1, 6), _draw_spiral_turns, *_CENTRE),
         (
             "a {c} spiral",
             "a spiral with {n} {c1} arms on {c0}",
@@ -135,7 +175,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
     "rays": Kind(
-        lambda rng: _centred(rng, _whole(rng, 5, 11), rng.random()),
+        (_whole(5, 11), _uniform(0, 1), *_CENTRE),
         (
             "a sunburst of {c} rays",
             "{c} rays from the middle",
@@ -144,7 +184,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
     "mosaic": Kind(
-        lambda rng: _offset(rng, rng.uniform(5, 12), 2.0),
+        (_uniform(5, 12), _fixed(2.0, 0.0, 0.0, 0.0, 0.0), *_OFFSET),
         (
             "a {adj} mosaic of {c} cells",
             "a {adj} Voronoi diagram in {c}",
@@ -152,10 +192,10 @@ KINDS: dict[str, Kind] = {
             "{c} shards fitted together",
         ),
         3,
-        _scale(6.5, 10, "coarse", "fine"),
+        (_scale(6.5, 10, "coarse", "fine"),),
     ),
     "cracks": Kind(
-        lambda rng: _offset(rng, rng.uniform(3.5, 9), rng.uniform(0.1, 0.18)),
+        (_uniform(3.5, 9), _uniform(0.1, 0.18), _fixed(0.0, 0.0, 0.0, 0.0), *_OFFSET),
         (
             "a web of {c1} cracks on {c0}",
             "{c0} cobblestones with {c1} gaps",
@@ -164,7 +204,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
     "clouds": Kind(
-        lambda rng: _offset(rng, rng.uniform(2.5, 7)),
+        (_uniform(2.5, 7), _fixed(0.0, 0.0, 0.0, 0.0, 0.0), *_OFFSET),
         (
             "{adj} {c} clouds",
             "{adj} fractal noise in {c}",
@@ -172,10 +212,10 @@ KINDS: dict[str, Kind] = {
             "{adj} smoke in {c}",
         ),
         3,
-        _scale(3.5, 5.5, "soft", "rough"),
+        (_scale(3.5, 5.5, "soft", "rough"),),
     ),
     "marble": Kind(
-        lambda rng: _offset(rng, rng.uniform(2.5, 4.5), rng.uniform(2.5, 5)),
+        (_uniform(2.5, 4.5), _uniform(2.5, 5), _fixed(0.0, 0.0, 0.0, 0.0), *_OFFSET),
         (
             "{c} marble",
             "swirling {c} marble",
@@ -186,12 +226,7 @@ KINDS: dict[str, Kind] = {
         3,
     ),
     "swirls": Kind(
-        lambda rng: (
-            rng.uniform(5, 12),
-            rng.uniform(0.8, 1.6),
-            rng.uniform(0, 6),
-            rng.uniform(0, 6),
-        ),
+        (_uniform(5, 12), _uniform(0.8, 1.6), _uniform(0, 6), _uniform(0, 6)),
         (
             "psychedelic {c} swirls",
             "smooth warped waves of {c}",
@@ -201,8 +236,13 @@ KINDS: dict[str, Kind] = {
         3,
     ),
     "kaleidoscope": Kind(
-        lambda rng: _offset(
-            rng, _whole(rng, 3, 9), rng.uniform(3, 7), rng.uniform(1.5, 2.5), rng.uniform(1.5, 3)
+        (
+            _whole(3, 9),
+            _uniform(3, 7),
+            _uniform(1.5, 2.5),
+            _uniform(1.5, 3),
+            _fixed(0.0, 0.0),
+            *_OFFSET,
         ),
         (
             "a {c} kaleidoscope",
@@ -213,12 +253,7 @@ KINDS: dict[str, Kind] = {
         3,
     ),
     "julia": Kind(
-        lambda rng: (
-            *_JULIA[rng.integers(len(_JULIA))],
-            rng.uniform(1.8, 3.0),
-            rng.uniform(0, 2 * pi),
-            rng.uniform(2.5, 5),
-        ),
+        (_draw_julia_point, _uniform(1.8, 3.0), _uniform(0, 2 * pi), _uniform(2.5, 5)),
         (
             "a {c} Julia set",
             "a {c} Julia fractal",
@@ -227,81 +262,87 @@ KINDS: dict[str, Kind] = {
         ),
     ),
     "bricks": Kind(
-        lambda rng: (_whole(rng, 5, 13), rng.uniform(0.07, 0.12)),
+        (_whole(5, 13), _uniform(0.07, 0.12)),
         (
             "a {c0} brick wall with {c1} mortar",
             "{adj} {c0} bricks with {c1} joints",
             "rows of {adj} {c0} bricks on {c1}",
         ),
-        adjectives=_scale(7, 10, "large", "small"),
+        adjectives=(_scale(7, 10, "large", "small"),),
     ),
     "honeycomb": Kind(
-        lambda rng: (rng.uniform(3, 9), rng.uniform(0.07, 0.12)),
+        (_uniform(3, 9), _uniform(0.07, 0.12)),
         (
             "a {c0} honeycomb with {c1} walls",
             "{adj} {c0} hexagonal tiles with {c1} edges",
             "a {adj} hexagon grid in {c0} with {c1} outlines",
         ),
-        adjectives=_scale(4.5, 7, "large", "small"),
+        adjectives=(_scale(4.5, 7, "large", "small"),),
     ),
     "zigzag": Kind(
-        lambda rng: (
-            rng.uniform(4, 10),
-            rng.uniform(0.15, 0.3),
-            _whole(rng, 3, 7),
-            _pick(rng, 0, pi / 2),
-        ),
+        (_uniform(4, 10), _uniform(0.15, 0.3), _whole(3, 7), _choice(0, pi / 2)),
         (
             "{adj} {c} zigzag stripes",
             "{adj} {c} chevrons",
             "a herringbone of {c}",
             "{adj} jagged lines of {c}",
         ),
-        adjectives=lambda v: (_direction(pi / 2 - v[3]),),
+        adjectives=(_zigzag_direction,),
     ),
     "gradient": Kind(
-        lambda rng: (_pick(rng, 0, pi / 2, pi / 4, 9), 0.1, 0.8),
+        (_choice(0, pi / 2, pi / 4, 9), _fixed(0.1, 0.8)),
         (
             "a {adj} gradient from {c0} to {c1}",
             "a smooth {adj} blend of {c0} into {c1}",
             "a {adj} fade between {c0} and {c1}",
         ),
-        adjectives=lambda v: ("radial" if v[0] > 8 else _direction(pi / 2 - v[0]),),
+        adjectives=(_gradient_direction,),
     ),
     "grid": Kind(
-        lambda rng: (_whole(rng, 4, 12), rng.uniform(0.06, 0.12), _pick(rng, 0, 0, pi / 4)),
+        (_whole(4, 12), _uniform(0.06, 0.12), _choice(0, 0, pi / 4)),
         (
             "a {adj} grid of {c1} lines on {c0}",
             "a {adj} {c1} lattice over {c0}",
             "a {adj} {c1} net on a {c0} background",
         ),
-        adjectives=lambda v: (*_band(v[0], 6, 9, "wide", "fine"), *(("diagonal",) if v[2] else ())),
+        adjectives=(_scale(6, 9, "wide", "fine"), _if_set(2, "diagonal")),
     ),
 }
 _PLACE_OF_COLOURS = {"mosaic": 1, "stripes": 4}
-"""Programs that have to know the number of colours, and its place among their parameters."""
+"""Programs with the number of colours as a parameter, and its place among the parameters."""
 
 
 def random_colours(
     rng: Rng, count: int, *, avoid: Sequence[str] = (), contrast: float = 0.27, among: Words = ()
 ) -> tuple[str, ...]:
-    """Colour names that differ clearly from each other and from `avoid`; a little less clearly where many are taken.
+    """Returns colour names that differ clearly from each other and from `avoid`.
+
+    They differ a little less clearly if too few names do.
+
+    Args:
+        count: number of names.
+        avoid: other colours of the picture.
+        contrast: least difference of two colours.
+        among: the names to choose from; all by default.
 
     Raises:
-        ValueError: fewer names than `count` are none of `avoid`.
+        ValueError: fewer than `count` names are left without `avoid`.
     """
     names = list(among or COLOURS)
-    if len(set(names) - set(avoid)) < count:
+    num_free = len(set(names) - set(avoid))
+    if num_free < count:
         raise ValueError(
-            f"{count} colours are asked for, and {len(set(names) - set(avoid))} of {len(names)} can be taken"
+            f"{count} colours are asked for, and {num_free} of {len(names)} can be taken"
         )
     order = [names[index] for index in rng.permutation(len(names))]
-    while True:  # all that can be taken differ a little, so it ends
+    # It ends, since all free colours differ a little.
+    while True:
         chosen: list[str] = []
         for name in order:
-            if len(chosen) < count and all(
-                colour_distance(name, other) >= contrast for other in (*chosen, *avoid)
-            ):
+            if len(chosen) == count:
+                break
+            distances = [colour_distance(name, colour) for colour in (*chosen, *avoid)]
+            if all(distance >= contrast for distance in distances):
                 chosen.append(name)
         if len(chosen) == count:
             return tuple(chosen)
@@ -319,32 +360,43 @@ def random_texture(
     """Draws a program, its parameters and colours.
 
     Args:
-        avoid: colours that none of the texture's may come near.
-        contrast: how far they keep.
-        kinds: among these programs; all by default.
-        box: the part of the picture that it fills.
+        avoid: colours from which the texture's colours must differ.
+        contrast: least difference of two colours.
+        kinds: the programs to choose from; all by default.
+        box: the filled part of the picture.
     """
     names = list(kinds or KINDS)
     name = names[rng.integers(len(names))]
     kind = KINDS[name]
     count = 3 if kind.max_colours == 3 and rng.random() < 0.4 else 2
     colours = random_colours(rng, count, avoid=avoid, contrast=contrast)
-    values = list(kind.values(rng))
+    parameters: list[float] = []
+    for draw in kind.draws:
+        parameters += draw(rng)
     if name in _PLACE_OF_COLOURS:
-        values[_PLACE_OF_COLOURS[name]] = float(count)
-    return Texture(name, colours, tuple(values), box)
+        parameters[_PLACE_OF_COLOURS[name]] = float(count)
+    return Texture(name, colours, tuple(parameters), box)
 
 
 def describe(texture: Texture, rng: Rng) -> str:
-    """A noun phrase that is true of the texture."""
+    """Returns a noun phrase that is true of the texture."""
     kind = KINDS[texture.program]
     noun = kind.nouns[int(rng.integers(len(kind.nouns)))]
-    adjectives = " ".join(kind.adjectives(texture.values)) if rng.random() < 0.85 else ""
+    adjectives: list[str] = []
+    if rng.random() < 0.85:
+        for adjective in kind.adjectives:
+            adjectives += adjective(texture.values)
     number = COUNTS[int(texture.values[0])] if "{n}" in noun else ""
     colours = list(texture.colours)
-    words = noun.format(
-        c=listed(colours), c0=colours[0], c1=colours[-1], n=number, adj=adjectives
-    ).split()
+    phrase = noun.format(
+        c=enumeration(colours),
+        c0=colours[0],
+        c1=colours[-1],
+        n=number,
+        adj=" ".join(adjectives),
+    )
+    # A missing adjective leaves two blanks, and may change the article before it.
+    words = phrase.split()
     for place, word in enumerate(words[:-1]):
         if word in ("a", "an"):
             words[place] = "an" if words[place + 1][0] in "aeiou" else "a"

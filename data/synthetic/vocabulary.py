@@ -1,4 +1,4 @@
-"""Words of synthetic captions, and what they mean: colours with their values, sizes, counts, places."""
+"""Words of synthetic captions and their meanings: colours, sizes, counts, places."""
 
 import numpy as np
 
@@ -58,11 +58,11 @@ BASIC = (
     "gray",
     "cyan",
 )
-"""Colours that everybody names alike: content "shapes" has no others."""
+"""Colours whose names all people agree on: content "shapes" has no others."""
 
 COUNTS = ("", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SIZES = (("tiny", 0.0, 0.065), ("small", 0.065, 0.105), ("large", 0.2, 0.28), ("huge", 0.28, 1.0))
-"""Word, and the radii (as a part of the image's side) that it stands for; in between no word is used."""
+"""Words, and the radii that they mean, in image sides; radii between them have no word."""
 PLACES = {
     (0, 0): ("in the top left corner", "in the upper left"),
     (1, 0): ("at the top", "near the top edge"),
@@ -86,52 +86,58 @@ _PAIRS = (("left", "right"), ("above", "below"), ("inside", "around"))
 OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 INTRODUCTIONS = (
     *[""] * 4,
-    *(
-        "a picture of ",
-        "an image of ",
-        "a drawing of ",
-        "an illustration of ",
-        "a graphic of ",
-        "artwork showing ",
-    ),
-    *("a design with ", "a simple picture showing "),
+    "a picture of ",
+    "an image of ",
+    "a drawing of ",
+    "an illustration of ",
+    "a graphic of ",
+    "artwork showing ",
+    "a design with ",
+    "a simple picture showing ",
 )
 ABSTRACT_INTRODUCTIONS = (
     *[""] * 3,
-    *(
-        "an abstract pattern of ",
-        "an abstract image of ",
-        "a texture of ",
-        "a background of ",
-        "digital art with ",
-    ),
-    *("a computer generated image of ", "wallpaper with "),
+    "an abstract pattern of ",
+    "an abstract image of ",
+    "a texture of ",
+    "a background of ",
+    "digital art with ",
+    "a computer generated image of ",
+    "wallpaper with ",
 )
 
 
 def rgb(name: str) -> np.ndarray:
-    """Value of a colour name, float32 (3,), 0 to 1."""
+    """Returns the value of a colour name, float32 (3,), 0 to 1."""
     return np.array(COLOURS[name], dtype=np.float32) / 255
 
 
 def colour_distance(first: str, second: str) -> float:
-    """How different two colours look, roughly (weighted RGB, 0 to about 1; Riemersma's red mean)."""
-    one, two = np.array(COLOURS[first], dtype=float), np.array(COLOURS[second], dtype=float)
-    red = (one[0] + two[0]) / 2
-    weights = np.array([2 + red / 256, 4, 2 + (255 - red) / 256])
-    return float(np.sqrt((weights * (one - two) ** 2).sum())) / 765
+    """Returns the approximate difference that people see between two colours, 0 to about 1.
+
+    It is weighted RGB, by Riemersma's red mean.
+    """
+    first_3 = np.array(COLOURS[first], dtype=float)
+    second_3 = np.array(COLOURS[second], dtype=float)
+    red = (first_3[0] + second_3[0]) / 2
+    weights_3 = np.array([2 + red / 256, 4, 2 + (255 - red) / 256])
+    squares_3 = weights_3 * (first_3 - second_3) ** 2
+    return float(np.sqrt(squares_3.sum())) / 765
 
 
-def a(phrase: str) -> str:
-    """With its indefinite article."""
+def with_article(phrase: str) -> str:
+    """Returns the phrase with its indefinite article."""
     return f"an {phrase}" if phrase[0] in "aeiou" else f"a {phrase}"
 
 
-def listed(names: list[str] | tuple[str, ...]) -> str:
-    """red; red and blue; red, blue and green."""
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+def enumeration(names: list[str] | tuple[str, ...]) -> str:
+    """Returns the names as text: "red", "red and blue", "red, blue and green"."""
+    if len(names) == 1:
+        return names[0]
+    first_names = ", ".join(names[:-1])
+    return f"{first_names} and {names[-1]}"
 
 
 def size_word(radius: float) -> str:
-    """The word for a radius, or nothing."""
+    """Returns the word for a radius, or ""."""
     return next((word for word, low, high in SIZES if low <= radius < high), "")

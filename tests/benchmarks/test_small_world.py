@@ -18,7 +18,7 @@ from data.synthetic.scenes import Scenes, pools
 def one_judge(
     world: Scenes, seed: int
 ) -> dict[str, tuple[small_world.Labelled, small_world.Labelled]]:
-    placed = world.placed(np.arange(120) + small_world.JUDGED, pools()["clothes"])
+    placed = world.placements(np.arange(120) + small_world.JUDGED, pools()["clothes"])
     images, kinds = world.render(placed, pools()["clothes"]), placed.kind[:, 0]
     return {"clothes": ((images[:90], kinds[:90]), (images[90:], kinds[90:]))}
 

@@ -295,10 +295,10 @@ def with_global_path() -> bytes:
 
 
 BAD = {
-    "text": (b"no tar at all " * 100, "no tar archive"),
+    "text": (b"no tar at all " * 100, "not a tar archive"),
     "compressed": (
         gzip.compress(archive([("a.jpg", b"x")])) + bytes(1024),
-        "no tar archive .or a compressed one.",
+        "compressed or not a tar archive",
     ),
     "short": (b"x", "cut off"),
     "header": (b"\xff" + archive([("a.jpg", b"x")])[1:], "checksum"),

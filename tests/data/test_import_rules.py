@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from data.errors import DecodeError
-from data.examples.transforms import encoded
+from data.examples.transforms import encode_image
 from data.importers.convert import (
     MAX_CHARACTERS,
     MAX_DISTANCE,
@@ -19,9 +19,9 @@ from data.importers.convert import (
     clean_caption,
     owner_digest,
     perceptual_hash,
-    resized,
+    resize_image,
 )
-from data.importers.pipeline import held_out, near_duplicates, over_limit
+from data.importers.pipeline import choose_heldout, is_over_limit, near_duplicates
 from tests.data.conftest import ROOT, picture
 
 
@@ -59,21 +59,21 @@ def test_cleaning_twice_changes_nothing(text: str) -> None:
 
 
 def test_resizing_shrinks_the_shorter_side_and_never_enlarges() -> None:
-    assert resized(picture(0, width=320, height=200), 50).size == (80, 50)
-    assert resized(picture(0, width=40, height=30), 50).size == (40, 30)
+    assert resize_image(picture(0, width=320, height=200), 50).size == (80, 50)
+    assert resize_image(picture(0, width=40, height=30), 50).size == (40, 30)
     for broken in (b"", b"nonsense", picture(1)[:200]):
         with pytest.raises(DecodeError):
-            resized(broken, 64)
+            resize_image(broken, 64)
 
 
 def test_orientation_is_applied_and_metadata_is_gone() -> None:
     buffer, exif = io.BytesIO(), Image.Exif()
     exif[0x0112], exif[0x010E] = 6, "secret place"
     Image.new("RGB", (60, 20), (200, 0, 0)).save(buffer, "JPEG", exif=exif)
-    image = resized(buffer.getvalue(), 256)
+    image = resize_image(buffer.getvalue(), 256)
     assert image.size == (20, 60)
     for image_format in ("jpg", "webp", "png"):
-        data = encoded(image, image_format)
+        data = encode_image(image, image_format)
         assert b"secret" not in data
         with Image.open(io.BytesIO(data)) as again:
             assert again.size == (20, 60) and not dict(again.getexif())
@@ -146,21 +146,21 @@ def rows_of(owners: list[str], seed: int = 0) -> np.ndarray:
 )
 def test_owner_limit_keeps_exactly_k_by_content(owners: list[str], limit: int, seed: int) -> None:
     rows = rows_of(owners)
-    over = over_limit(rows, limit, seed)
+    over = is_over_limit(rows, limit, seed)
     for owner in set(owners):
         mine = np.array([name == owner for name in owners])
         assert (~over[mine]).sum() == min(limit, mine.sum())
         # An owner's choice knows nothing of the others, nor of the order.
-        assert np.array_equal(over_limit(rows[mine], limit, seed), over[mine])
+        assert np.array_equal(is_over_limit(rows[mine], limit, seed), over[mine])
     order = np.random.default_rng(seed).permutation(len(owners))
-    assert np.array_equal(over_limit(rows[order], limit, seed), over[order])
+    assert np.array_equal(is_over_limit(rows[order], limit, seed), over[order])
 
 
 def test_share_is_what_was_asked_for_whatever_the_groups_are() -> None:
     count = 20_000
     rows = rows_of([f"{number // 10}" if number < count // 2 else "" for number in range(count)])
     for share in (0.01, 0.1, 0.5):
-        chosen = held_out(rows, share, seed=1)
+        chosen = choose_heldout(rows, share, seed=1)
         for half, groups in (
             (chosen[: count // 2], count // 20),
             (chosen[count // 2 :], count // 2),

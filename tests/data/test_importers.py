@@ -20,7 +20,7 @@ from PIL import Image
 
 from data.errors import DataError, ReadError
 from data.importers.convert import Settings, perceptual_hash
-from data.importers.pipeline import ALIKE, HELDOUT, PROVENANCE, REPORT, import_examples
+from data.importers.pipeline import ALIKE_BITS, HELDOUT, PROVENANCE, REPORT, import_examples
 from data.importers.sources import (
     Columns,
     Source,
@@ -579,7 +579,7 @@ BAD = {
         b"image,caption\n\xff.jpg,x\n": "not UTF-8",
     },
     "coco.json": {
-        b"[]": "no COCO",
+        b"[]": "not a COCO",
         b"{": "line 1, column 2: no JSON",
         b'{"images": [],\n "annotations": x}': "line 2, column 17: no JSON",
         b'{"images": [], "annotations": [{"caption": "Zo\xe9"}]}': "not UTF-8 .byte 46.",
@@ -725,7 +725,9 @@ def test_pictures_that_look_alike_and_an_owner_are_on_one_side(seed: int, tmp_pa
     )
     hashes = {row["image"]: perceptual_hash(Image.open(folder / row["image"])) for row in rows}
     near = [
-        (a, b) for a, b in combinations(hashes, 2) if (hashes[a] ^ hashes[b]).bit_count() <= ALIKE
+        (a, b)
+        for a, b in combinations(hashes, 2)
+        if (hashes[a] ^ hashes[b]).bit_count() <= ALIKE_BITS
     ]  # type: ignore[operator]
     assert len(near) > 100
     assert not [pair for pair in near if len({f"a {name}" in held_out for name in pair}) == 2]

@@ -474,9 +474,7 @@ def test_a_folder_of_shards_is_read_whole_or_says_what_is_not(
     for path in folder.glob("*.[tT]*"):
         if path.name[-4:].lower() == ".tar" and not path.name.startswith("._"):
             path.unlink()
-    with pytest.raises(
-        DataError, match=r"holds no \*\.tar files, but \._00\.tar, which is not read"
-    ):
+    with pytest.raises(DataError, match=r"has no \*\.tar files, but \._00\.tar, which is not read"):
         find_shards("shards", tmp_path)
 
 
@@ -513,12 +511,12 @@ def test_copies_over_shards_are_counted(tmp_path: Path) -> None:
     rows["crc32"], rows["low"] = rng.integers(0, 2**32, count), 7
     entries = [replace(table.entries[0], name=str(number), count=count // 4) for number in range(4)]
     copies, by_chance, _ = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(
-        most=20_000
+        max_compared=20_000
     )
     assert copies <= by_chance
     rows[-6000:] = rows[:6000]
     copies, by_chance, pair = ExampleTable(tmp_path, "", entries, rows).copies_in_other_shards(
-        most=20_000
+        max_compared=20_000
     )
     assert by_chance < 5000 < copies < 7000 and pair == ("0", "3")
 

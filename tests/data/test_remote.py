@@ -186,8 +186,8 @@ def test_reading_ahead_is_bounded(
     [
         ("https://user:secret@host/a.tar", "password"),
         ("https://host/a.tar?signature=secret", "query"),
-        ("https://host/*.tar", "no single shard"),
-        ("https://host/folder/", "no single shard"),
+        ("https://host/*.tar", "not a single shard"),
+        ("https://host/folder/", "not a single shard"),
         ("https://host/a.tar,https://other/b.tar", "several hosts"),
         (
             "https://user:secret@host/a.tar?token=secret,local.tar",

@@ -246,7 +246,7 @@ def test_a_scene_is_a_function_of_its_index_in_any_block() -> None:
 def test_what_is_kept_for_judges_is_never_captioned() -> None:
     """No kind of NEVER, no pair that is left out, and no sprite of a judge; each of them is in the pools of judges."""
     captioned, index = pools()["captioned"], np.arange(20_000)
-    placed = Scenes().placed(index, captioned)
+    placed = Scenes().placements(index, captioned)
     assert set(captioned.names) == set(CAPTIONED) and NEVER.isdisjoint(captioned.names)
     assert (
         set(pools()["never"].names) == NEVER
@@ -262,7 +262,7 @@ def test_what_is_kept_for_judges_is_never_captioned() -> None:
         for name, others in sprites.items()
         if name != "captioned"
     )
-    new = Scenes().placed(index, pools()["new"])
+    new = Scenes().placements(index, pools()["new"])
     assert is_left_out(pools()["new"].number[new.kind], new.colour).mean() == pytest.approx(
         1 / 8, abs=0.02
     )
@@ -270,7 +270,7 @@ def test_what_is_kept_for_judges_is_never_captioned() -> None:
 
 def test_captions_of_scenes_are_true_and_the_tokenizer_knows_their_words() -> None:
     world, pool = Scenes(), pools()["captioned"]
-    placed = world.placed(np.arange(300), pool)
+    placed = world.placements(np.arange(300), pool)
     images, tokens = world.render(placed, pool), world.tokens(placed, pool)
     tokenizer = CaptionTokenizer.from_file(EMBEDDED_TOKENIZER.with_name("scenes.json"))
     for image, tokens_L, colour, x, y in zip(

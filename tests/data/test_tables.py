@@ -18,8 +18,8 @@ from data.importers.convert import Settings
 from data.importers.pipeline import import_examples
 from data.importers.sources import (
     Columns,
-    Item,
     Source,
+    SourceExample,
     coco_source,
     folder_source,
     parquet_source,
@@ -32,7 +32,7 @@ from tests.data.test_importers import members, pictures
 Pairs = list[tuple[str, tuple[str, ...]]]
 
 
-def items_of(source: Source) -> list[Item]:
+def items_of(source: Source) -> list[SourceExample]:
     return [item for part in source.parts for item in part]
 
 
@@ -587,7 +587,7 @@ def test_pictures_in_the_place_of_names_are_refused_without_them(
         {"image": "000.jpg", "caption": "x", "owner": "y"},
         {"image": text, "caption": "x", "owner": "y"},
     ]
-    with pytest.raises(DataError, match=r"column (image|file_name) holds no file names") as caught:
+    with pytest.raises(DataError, match=r"column (image|file_name) has no file names") as caught:
         import_examples(MAKERS[kind](folder, records, Columns()), tmp_path / "out", Settings("x"))
     message = str(caught.value)
     assert (

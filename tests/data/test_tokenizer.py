@@ -147,7 +147,7 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer file"):
         CaptionTokenizer.from_file(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match="no Hugging Face tokenizer") as caught:
+    with pytest.raises(DataError, match="not a Hugging Face tokenizer") as caught:
         CaptionTokenizer.from_file(tmp_path / "bad.json")
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="has no start token"):

@@ -45,7 +45,9 @@ def test_crops_have_the_stated_scale_and_ratio_and_half_are_flipped() -> None:
         box = random_crop_box(640, 480, np.random.Generator(np.random.Philox(key=key)))
         areas.append(box.width * box.height / (640 * 480))
         ratios.append(box.width / box.height)
-        inside.append(0 <= box.left <= 640 - box.width and 0 <= box.top <= 480 - box.height)
+        inside.append(
+            0 <= box.left_edge <= 640 - box.width and 0 <= box.top_edge <= 480 - box.height
+        )
     assert all(inside)
     assert 0.2 <= min(areas) < 0.25 and 0.9 < max(areas) <= 1.0 and 0.45 < np.mean(areas) < 0.55
     assert 0.75 <= min(ratios) < 0.77 and 1.3 < max(ratios) <= 4 / 3 + 1e-9

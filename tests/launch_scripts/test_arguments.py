@@ -200,7 +200,7 @@ BAD = {
         ("index nothing.tar --output x", "missing or empty shards"),
         ("index 'data/demo/*.tar'", "--output is required unless SHARDS is a single folder"),
         ("index https://host/a.tar", "--output is required unless SHARDS is a single folder"),
-        ("index README.md,LICENSE --output x", "no tar archive"),
+        ("index README.md,LICENSE --output x", "not a tar archive"),
         ("verify data/demo --index nowhere", "there is no index in nowhere"),
         ("index --outputs x", "unrecognized arguments: --outputs"),
         ("import pairs.csv --output x", "required"),

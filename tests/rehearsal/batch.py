@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.files import named_when_whole
+from data.files import atomic_file
 from tests.e2e.launch import count, ledger_lines
 from tests.processes import quiet_environment
 from tests.rehearsal.part import ROOT, Part, command, say
@@ -85,7 +85,7 @@ def write_shards(folder: Path, num_examples: int) -> dict[str, Any]:
     for number, first in enumerate(range(0, num_examples, EXAMPLES_A_SHARD)):
         path = folder / f"train-{number:05}.tar"
         if not path.exists():
-            with named_when_whole(path) as temporary, temporary.open("wb") as file:
+            with atomic_file(path) as temporary, temporary.open("wb") as file:
                 file.writelines(
                     tar_blocks(number, first, min(first + EXAMPLES_A_SHARD, num_examples))
                 )

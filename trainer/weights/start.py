@@ -319,7 +319,7 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
                 f"init.disjoint_data is declared, and shard {entry.name} is also one of the run behind {checkpoint.path}: remove "
                 "the declaration, and the charges of both runs compose"
             )
-    found, by_chance = table.found_in(other)
+    found, by_chance = table.count_shared_with(other)
     if found > by_chance + 8 * math.sqrt(by_chance):
         raise ConfigError(
             f"init.disjoint_data is declared, and {found:,} examples or more are also, byte for byte, in the run behind "
