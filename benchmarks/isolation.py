@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,15 +26,13 @@ from torch import Tensor, nn  # noqa: E402
 
 from privacy.guards.isolation import WINDOW, Agreement, Isolation  # noqa: E402
 from privacy.guards.unchanged import Part  # noqa: E402
-from privacy.noise.source import SystemNoise  # noqa: E402
 from privacy.plan.numbers import make_plan  # noqa: E402
 from privacy.plan.releases import SENSITIVITY_SLACK  # noqa: E402
 from privacy.plan.request import PlanRequest  # noqa: E402
 from privacy.ranks.allocator import keep_freed_memory  # noqa: E402
 from privacy.ranks.engine import to_device  # noqa: E402
-from privacy.run.mechanism import clipper_of  # noqa: E402
-from privacy.sampling.sampler import sampler_of  # noqa: E402
-from privacy.step.step import Mechanism  # noqa: E402
+from privacy.run.mechanism import mechanism_of  # noqa: E402
+from privacy.step.own_engine import OwnEngine  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.tasks import make_task  # noqa: E402
 
@@ -111,11 +108,11 @@ class Bench:
             )
         )
         model = workload.model.to(dtype)
-        self.clipped = clipper_of(plan, model, rows=1 << 20)
-        engine: Any = SimpleNamespace(device=torch.device("cpu"), compute_dtype=dtype)
-        sampler = sampler_of(plan)
-        mechanism = Mechanism(plan, sampler, self.clipped, SystemNoise(), engine, model)
-        self.isolation = Isolation(mechanism, workload.padding)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = OwnEngine(model, torch.optim.SGD(trained, lr=0.0))
+        self.mechanism = mechanism_of(plan, engine, model, size)
+        self.clipped = self.mechanism.clipped
+        self.isolation = Isolation(self.mechanism, workload.padding)
         self.generator = torch.Generator().manual_seed(1)
 
     def start(self) -> bool:
@@ -126,7 +123,7 @@ class Bench:
 
     def add(self, part: Part, *, is_checked: bool) -> float:
         """Adds a micro-batch, and returns the processor seconds that it took."""
-        mechanism = self.isolation._mechanism
+        mechanism = self.mechanism
         self.isolation.begin(1)
         micro_batches = iter([part])
         began = time.process_time()
@@ -164,7 +161,7 @@ def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
         agreements.append(compare(*arguments))
         return agreements[-1]
 
-    bench.isolation._compare_halves = noted  # type: ignore[method-assign]
+    bench.isolation._compare_halves = noted  # type: ignore[method-assign,assignment]
     rows = 0
     alarms = 0
     began = time.time()
