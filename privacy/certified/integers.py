@@ -81,5 +81,6 @@ def _blocks(x_Bn: Tensor) -> list[slice]:
     On CUDA, where launches cost, they have 64 times as many.
     """
     numbers = BLOCK_NUMBERS * (1 if x_Bn.device.type == "cpu" else 64)
-    size = min(COLUMNS, max(1, numbers // max(1, len(x_Bn))))
+    num_rows = max(1, len(x_Bn))
+    size = min(COLUMNS, max(1, numbers // num_rows))
     return [slice(start, start + size) for start in range(0, x_Bn.shape[1], size)]

@@ -105,16 +105,22 @@ class Factors(NamedTuple):
 
     def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
         """Returns the statistics of the micro-batch; padding counts in none of them."""
-        counted_B = ~is_padding_B & self.is_finite_B
+        is_counted_B = ~is_padding_B & self.is_finite_B
         norm_B = torch.linalg.vector_norm(torch.stack(self.norms), dim=0)
         is_clipped_B = (torch.stack(self.weights) < 1).any(0)
+        loss_sum = loss_B.float().masked_fill(~is_counted_B, 0).sum()
+        num_examples = (~is_padding_B).sum()
+        num_clipped = (is_counted_B & is_clipped_B).sum()
+        num_nonfinite = (~is_padding_B & ~self.is_finite_B).sum()
+        norm_sum = norm_B.masked_fill(~is_counted_B, 0).sum()
+        num_cancelled = (is_counted_B & self.is_cancelled_B).sum()
         return MicroBatchStats(
-            loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
-            num_examples=(~is_padding_B).sum(),
-            num_clipped=(counted_B & is_clipped_B).sum(),
-            num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
-            norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
-            num_cancelled=(counted_B & self.is_cancelled_B).sum(),
+            loss_sum=loss_sum,
+            num_examples=num_examples,
+            num_clipped=num_clipped,
+            num_nonfinite=num_nonfinite,
+            norm_sum=norm_sum,
+            num_cancelled=num_cancelled,
         )
 
 
@@ -128,8 +134,8 @@ def factors_of(
     """
     is_finite_B = torch.stack(list(norms)).isfinite().all(0) & loss_B.isfinite()
     excluded_B = is_padding_B | ~is_finite_B
-    weights = [
-        function.weight(norm_B, bound).masked_fill(excluded_B, 0)
-        for norm_B, bound in zip(norms, function.bounds, strict=True)
-    ]
+    weights = []
+    for norm_B, bound in zip(norms, function.bounds, strict=True):
+        weight_B = function.weight(norm_B, bound)
+        weights.append(weight_B.masked_fill(excluded_B, 0))
     return Factors([*norms], weights, is_finite_B, None, torch.zeros_like(excluded_B))

@@ -419,12 +419,12 @@ class ClippedSum:
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
         norms = [tally.safe_norm() for tally in tallies]
         factors = factors_of(self._function, norms, loss_B, is_padding_B)
-        is_longer_B = torch.stack(
-            [tally.is_lengthened(norm_B) for tally, norm_B in zip(tallies, norms, strict=True)]
-        )
+        pairs = zip(tallies, norms, strict=True)
+        is_longer_GB = torch.stack([tally.is_lengthened(norm_B) for tally, norm_B in pairs])
+        is_clipped_GB = torch.stack(factors.weights) < 1
         return factors._replace(
             blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None,
-            is_cancelled_B=(is_longer_B & (torch.stack(factors.weights) < 1)).any(0),
+            is_cancelled_B=(is_longer_GB & is_clipped_GB).any(0),
         )
 
     def _short_sums(
@@ -436,11 +436,10 @@ class ClippedSum:
         """
         sums: dict[str, Tensor] = {}
         for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
-            names = [
-                name
-                for name, parts in contributions.items()
-                if self._function.group_of[name] == group and is_short(parts)
-            ]
+            names = []
+            for name, parts in contributions.items():
+                if self._function.group_of[name] == group and is_short(parts):
+                    names.append(name)
             if not names:
                 continue
             width = tally.joined.grad_B.shape[1]

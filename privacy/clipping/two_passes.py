@@ -108,11 +108,11 @@ class TwoPassSum(ClippedSum):
         if numel not in self._directions:
             direction_n = torch.randn(numel, generator=self._generator)
             self._directions[numel] = direction_n.to(rows_Bn.device, wide_dtype(rows_Bn.dtype))
+        direction_n = self._directions[numel]
         rows_at_a_time = max(1, MARKED_ENTRIES // max(1, numel))
-        products = [
-            (wide(rows_Bn[rows]) * self._directions[numel]).sum(1)
-            for rows in blocks(len(rows_Bn), rows_at_a_time)
-        ]
+        products = []
+        for rows in blocks(len(rows_Bn), rows_at_a_time):
+            products.append((wide(rows_Bn[rows]) * direction_n).sum(1))
         marks.append(torch.cat(products).nan_to_num(nan=-1.0))
 
     def _compare(self, first: list[Tensor], second: list[Tensor], factors: Factors) -> None:

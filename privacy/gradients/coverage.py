@@ -143,11 +143,10 @@ def claims(model: nn.Module, shapes: Mapping[str, torch.Size]) -> list[Claim]:
 
 def refusal(module: nn.Module, path: str, reason: str) -> str:
     """Returns the line that refuses a module."""
-    names = [
-        f"{path}.{name}".lstrip(".")
-        for name, p in module.named_parameters(recurse=False)
-        if p.requires_grad
-    ]
+    names = []
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad:
+            names.append(f"{path}.{name}".lstrip("."))
     description = type(module).__name__
     if names:
         description += f", trains {', '.join(names)}"

@@ -197,7 +197,8 @@ def _dim_of_examples(small: torch.Size, large: torch.Size) -> int | None:
     Raises:
         ValueError: another dimension follows it too, or not one for one.
     """
-    differing = [i for i, pair in enumerate(zip(small, large, strict=True)) if pair[0] != pair[1]]
+    sizes = zip(small, large, strict=True)
+    differing = [i for i, pair in enumerate(sizes) if pair[0] != pair[1]]
     if not differing:
         return None
     dim = differing[0]
@@ -285,7 +286,9 @@ class FallbackPlan:
             path = next(iter(counts))
             kind = type(model.get_submodule(path)).__name__
             count = sum(counts.values())
-            siblings = f" and {len(counts) - 1} more like it" if len(counts) > 1 else ""
+            siblings = ""
+            if len(counts) > 1:
+                siblings = f" and {len(counts) - 1} more like it"
             percentage = 100 * count / numel
             mebibytes = 4 * count / 2**20
             lines.append(
@@ -373,7 +376,8 @@ class Replay:
         for x, d in zip([*inputs, *output_gradients], [*dims_in, *dims_out], strict=True):
             if d is not None:
                 numel += x.numel() // size
-        chunk = min(size, max(1, CHUNK_BYTES // (numel * output_gradients[0].element_size())))
+        bytes_of_example = numel * output_gradients[0].element_size()
+        chunk = min(size, max(1, CHUNK_BYTES // bytes_of_example))
         gradients: dict[str, list[Tensor]] = {name: [] for name in weights}
         replayed_outputs: list[list[Tensor]] = []
         device, is_on, dtype = self.autocast
@@ -444,7 +448,10 @@ class Replay:
                     f"{self.claim.where}, and gives other outputs for examples alone than "
                     "together: they meet in it, or it keeps state"
                 )
-        return {name: torch.cat(gs) if len(gs) > 1 else gs[0] for name, gs in gradients.items()}
+        by_name = {}
+        for name, parts in gradients.items():
+            by_name[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return by_name
 
     def _each(
         self,

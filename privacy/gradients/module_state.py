@@ -230,12 +230,14 @@ def class_containers(kind: type) -> dict[str, Any]:
     bases = [
         base for base in kind.__mro__ if base.__module__.partition(".")[0] not in foreign_packages
     ]
-    attributes = {name: x for base in bases for name, x in vars(base).items()}
-    return {
-        name: x
-        for name, x in attributes.items()
-        if issubclass(type(x), HOLDERS) and not name.startswith("__")
-    }
+    attributes: dict[str, Any] = {}
+    for base in bases:
+        attributes |= vars(base)
+    containers = {}
+    for name, x in attributes.items():
+        if issubclass(type(x), HOLDERS) and not name.startswith("__"):
+            containers[name] = x
+    return containers
 
 
 @contextmanager

@@ -363,7 +363,8 @@ def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
     """
     if _in_place(x):
         return blank_rows_(x, excluded_B)
-    return torch.where(excluded_B.view(-1, *[1] * (x.dim() - 1)), x.new_zeros(()), x)
+    singleton_dims = [1] * (x.dim() - 1)
+    return torch.where(excluded_B.view(-1, *singleton_dims), x.new_zeros(()), x)
 
 
 def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tensor:
@@ -380,9 +381,10 @@ def blank_rows_(x: Tensor, excluded_B: Tensor, y: Tensor | None = None) -> Tenso
     if x.numel() + y.numel() > 0:
         # Triton launches on the current device.
         with torch.cuda.device_of(x):
-            row_sizes = (x.numel() // len(x), y.numel() // len(x))
+            num_rows = len(x)
+            row_sizes = (x.numel() // num_rows, y.numel() // num_rows)
             is_excluded_B = excluded_B.view(torch.uint8)
-            zero_excluded_rows[(len(x),)](x, y, is_excluded_B, *row_sizes, BLOCK=ROW_BLOCK)
+            zero_excluded_rows[(num_rows,)](x, y, is_excluded_B, *row_sizes, BLOCK=ROW_BLOCK)
     return x
 
 
@@ -398,7 +400,8 @@ def sum_over_tokens(x_BTd: Tensor) -> Tensor:
     if x_BTd.device.type != "cpu":
         return x_BTd.sum(1, dtype=wide_dtype(x_BTd.dtype))
     x_BTd = wide(x_BTd)
-    return torch.bmm(x_BTd.new_ones(len(x_BTd), 1, x_BTd.shape[1]), x_BTd).squeeze(1)
+    ones_B1T = x_BTd.new_ones(len(x_BTd), 1, x_BTd.shape[1])
+    return torch.bmm(ones_B1T, x_BTd).squeeze(1)
 
 
 def fold_error(x: Contribution) -> float:
@@ -410,7 +413,9 @@ def fold_error(x: Contribution) -> float:
     """
     if isinstance(x, Dense | Rows) or not x.folds_in_bf16:
         return 0.0
-    return 2**-8 * (1 + 2**-10) + x.sum_terms / 8 * 2**-23
+    fold = 2**-8 * (1 + 2**-10)
+    cut_off = x.sum_terms / 8 * 2**-23
+    return fold + cut_off
 
 
 def _has_bf16_units(device: torch.device) -> bool:
@@ -456,7 +461,8 @@ def _terms_of_gram(x_BTd: Tensor) -> tuple[int, int]:
 
 def _gram_roundings(x_BTd: Tensor, width: int | None = None) -> int:
     """Returns the roundings of a term of `gram(x, x)`, for x of the given width."""
-    return roundings(x_BTd.shape[2] if width is None else width, *_terms_of_gram(x_BTd))
+    terms = x_BTd.shape[2] if width is None else width
+    return roundings(terms, *_terms_of_gram(x_BTd))
 
 
 def product(x_BTd: Tensor, y_BdS: Tensor) -> Tensor:
@@ -567,9 +573,9 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
     """Returns the (B,) Frobenius inner product of two contributions to the same parameter."""
     match x, y:
         case ChunkedOuterProducts(), _:
-            parts = [
-                inner(OuterProducts(x.a_BTd, g), _restricted(y, rows)) for rows, g in x.gradients()
-            ]
+            parts = []
+            for rows, g_BTv in x.gradients():
+                parts.append(inner(OuterProducts(x.a_BTd, g_BTv), _restricted(y, rows)))
             return torch.stack(parts).sum(0)
         case _, ChunkedOuterProducts():
             return inner(y, x)
@@ -612,7 +618,8 @@ def _restricted(x: Contribution, rows: slice) -> Contribution:
             return OuterProducts(x.a_BTd, x.g_BTp[:, :, rows])
         case Rows():
             is_in_rows_BT = (x.ids_BT >= rows.start) & (x.ids_BT < rows.stop)
-            ids_BT = (x.ids_BT - rows.start).clamp(0, rows.stop - rows.start - 1)
+            last = rows.stop - rows.start - 1
+            ids_BT = (x.ids_BT - rows.start).clamp(0, last)
             return Rows(ids_BT, x.g_BTp.masked_fill(~is_in_rows_BT[:, :, None], 0))
         case Dense():
             return Dense(x.grad_B[:, rows])

@@ -244,16 +244,14 @@ class Recorder:
                 shapes = tuple((name, x.shape) for name, x in inputs.items())
                 first_num_calls = self._num_calls_at.setdefault(shapes, num_calls)
                 if first_num_calls != num_calls:
-                    name = min(
-                        n
-                        for n in {**first_num_calls, **num_calls}
-                        if first_num_calls.get(n) != num_calls.get(n)
-                    )
+                    names = {**first_num_calls, **num_calls}
+                    name = min(n for n in names if first_num_calls.get(n) != num_calls.get(n))
+                    count = num_calls.get(name, 0)
+                    first_count = first_num_calls.get(name, 0)
                     raise PrivacyConfigError(
-                        f"the layer of {name} was called {num_calls.get(name, 0)} times here, and "
-                        f"{first_num_calls.get(name, 0)} times in another micro-batch of the same "
-                        "shapes: how often must not depend on the examples; call it as often for "
-                        "all, and mask"
+                        f"the layer of {name} was called {count} times here, and {first_count} "
+                        "times in another micro-batch of the same shapes: how often must not "
+                        "depend on the examples; call it as often for all, and mask"
                     )
 
                 def backward(sink: Callable[[Call], None]) -> None:
@@ -373,10 +371,11 @@ class Recorder:
 
         arguments_of_tap = (self.root, report, len(tapped_outputs), *tapped_outputs, *inputs)
         taps = iter(_Tap.apply(*arguments_of_tap))  # type: ignore[no-untyped-call]  # torch's
-        new_outputs = iter(
-            [y if d == -1 else next(taps) for y, d in zip(outputs, output_dims, strict=True)]
-        )
-        return mapped(output, lambda _: next(new_outputs))
+        new_outputs = []
+        for y, d in zip(outputs, output_dims, strict=True):
+            new_outputs.append(y if d == -1 else next(taps))
+        in_order = iter(new_outputs)
+        return mapped(output, lambda _: next(in_order))
 
     def _left(self, claim: Claim) -> Claim:
         """Returns the claim without parameters that a module around this call covers."""
@@ -508,14 +507,11 @@ def plain_words() -> Iterator[None]:
         yield
     except RuntimeError as error:
         package = str(Path(__file__).parent)
-        outside_frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if "/torch/" not in frame.filename and not frame.filename.startswith(package)
-        ]
+        # The innermost frame of the model.
         place = ""
-        if outside_frames:
-            place = f" (at {outside_frames[-1].filename}:{outside_frames[-1].lineno})"
+        for frame in traceback.extract_tb(error.__traceback__):
+            if "/torch/" not in frame.filename and not frame.filename.startswith(package):
+                place = f" (at {frame.filename}:{frame.lineno})"
         if isinstance(error, CheckpointError):
             reason = (
                 f"activation checkpointing did not repeat a forward{place}: put the checkpoint "

@@ -187,7 +187,8 @@ def _rms_norm(x: Tensor, g: Tensor, shape: tuple[int, ...], eps: float | None) -
 
 def _summed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns the sum of x (B, ..., *shape) over the middle dimensions, (B, *shape)."""
-    return sum_over_tokens(x.reshape(len(x), -1, math.prod(shape))).view(len(x), *shape)
+    x_BTd = x.reshape(len(x), -1, math.prod(shape))
+    return sum_over_tokens(x_BTd).view(len(x), *shape)
 
 
 @rule(nn.GroupNorm)
@@ -251,7 +252,8 @@ def _unfolded(
     n = len(module.kernel_size)
     geometry = zip(module.kernel_size, module.stride, module.dilation, strict=True)
     for i, (size, step, gap) in enumerate(geometry):
-        x = x.unfold(2 + i, (size - 1) * gap + 1, step)[..., ::gap]
+        extent = (size - 1) * gap + 1
+        x = x.unfold(2 + i, extent, step)[..., ::gap]
         if num_places is not None:
             x = x.narrow(2 + i, 0, num_places[i])
     places = range(2, 2 + n)

@@ -270,11 +270,10 @@ def _lattice(deviation: float) -> _Lattice:
         floors.append(scaled >> bits)
         fractions.append(scaled & (1 << bits) - 1)
     slope = (numerator << bits) // (denominator * _M)
+    slope_high = np.uint64(slope >> 32)
+    slope_low = np.uint64(slope & 0xFFFF_FFFF)
     return _Lattice(
-        np.array(floors, np.int64),
-        np.array(fractions, np.uint64),
-        (np.uint64(slope >> 32), np.uint64(slope & 0xFFFF_FFFF)),
-        bits,
+        np.array(floors, np.int64), np.array(fractions, np.uint64), (slope_high, slope_low), bits
     )
 
 
@@ -322,7 +321,8 @@ def _cells() -> _Cells:
     rest_bits = _U_BITS - _PREFIX_BITS
     cell = np.searchsorted(above, prefixes << rest_bits, side="right") - 1
     is_one_cell = prefixes + 1 << rest_bits <= below[cell + 1]
-    slope = np.append(8 * np.arange(num_cells) + 4, 1 << _V_BITS).astype(np.uint64)
+    slopes = 8 * np.arange(num_cells) + 4
+    slope = np.append(slopes, 1 << _V_BITS).astype(np.uint64)
     # Two bytes an entry, so that the table stays in the cache.
     of_prefix = np.where(is_one_cell, cell, num_cells).astype(np.int16)
     return _Cells(below, above, of_prefix, slope)
@@ -344,15 +344,20 @@ def cell_bounds(size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     factor = exp_minus(1, 2 * _M_BITS, precision)
     sums = [(0, 0)]
     while weight[1] >> 63:
-        sums.append((sums[-1][0] + weight[0], sums[-1][1] + weight[1]))
+        lower, upper = sums[-1]
+        sums.append((lower + weight[0], upper + weight[1]))
         weight = _product(weight, ratio, precision)
         ratio = _product(ratio, factor, precision)
     # The rest of the sum is at most a geometric series.
     lower_total, upper_sum = sums[-1]
-    upper_total = upper_sum + weight[1] * unity // (unity - ratio[1]) + 1
-    below = tuple((lower << size) // upper_total for lower, _ in sums)
-    above = tuple(min(1 << size, -((-upper << size) // lower_total)) for _, upper in sums)
-    return below, above
+    rest = weight[1] * unity // (unity - ratio[1])
+    upper_total = upper_sum + rest + 1
+    below = []
+    above = []
+    for lower, upper in sums:
+        below.append((lower << size) // upper_total)
+        above.append(min(1 << size, -((-upper << size) // lower_total)))
+    return tuple(below), tuple(above)
 
 
 def _product(a: tuple[int, int], b: tuple[int, int], precision: int) -> tuple[int, int]:

@@ -91,11 +91,10 @@ def require_exact_products(
         with torch.no_grad(), exact(device):
             products = _inexact_product(device, tried_dtype, p, d)
         if products:
-            variables = [
-                f"{name}={setting}"
-                for name, setting in os.environ.items()
-                if name.startswith(FORCED_BY)
-            ]
+            variables = []
+            for name, setting in os.environ.items():
+                if name.startswith(FORCED_BY):
+                    variables.append(f"{name}={setting}")
             cause = ", ".join(variables) or "what lets this library compute with fewer bits"
             raise PrivacyConfigError(
                 f"{products} of {tried_dtype} matrices are not exact on {device} ({p} x {d}), so "
@@ -126,15 +125,18 @@ def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -
 
     half_bits = min(bits, bits_of_sum // 2)
     few_bits = min(bits, (bits_of_sum - 8) // 2)
-    for x_bits, y_bits, count in (
+    cases = (
         (half_bits, half_bits, 1),
         (bits, 1, 1),
         (1, bits, 1),
         (few_bits, few_bits, TERMS // 2),
-    ):
+    )
+    for x_bits, y_bits, count in cases:
         a_p = odd(x_bits, p)
         b_d = odd(y_bits, d)
-        is_term = (k % 2 == 0) if count > 1 else (k == torch.arange(p) * 2 % TERMS)
+        is_term = k % 2 == 0
+        if count == 1:
+            is_term = k == torch.arange(p) * 2 % TERMS
         x_Np = torch.where(is_term.to(device), a_p, 0)
         x_Np[1::2] = 0.0 if dtype == torch.bfloat16 else 2.0**60
         y_Nd = b_d.repeat(TERMS, 1)
@@ -154,7 +156,9 @@ def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -
         is_exact["bmm"] = torch.equal(bmm_pd, exact_pd)
         del bmm_pd
         is_exact["addmm"] = not torch.addmm(-exact_pd, x_pN, y_Nd, **out).any()
-        is_exact["mv"] = bool(out) or torch.equal(torch.mv(x_pN, y_Nd[:, 0]), exact_pd[:, 0])
+        # torch.mv has no out_dtype.
+        if not out:
+            is_exact["mv"] = torch.equal(torch.mv(x_pN, y_Nd[:, 0]), exact_pd[:, 0])
         inexact_kinds = [name for name, is_equal in is_exact.items() if not is_equal]
         if inexact_kinds:
             return f"products ({', '.join(inexact_kinds)})"

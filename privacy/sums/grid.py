@@ -6,7 +6,6 @@ rounding of its own micro-batch alone. docs/sums.md proves that a sum then moves
 C (1 + r), whatever the example is. Sums without noise promise nothing and are plain fp64.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -83,9 +82,9 @@ class Grid:
                 step for so much noise.
         """
         # sqrt(d) h <= 2^-13 C also for the smallest C of its binade: d 4^13 <= 4^(bits - 1).
-        min_bits = next(
-            bits for bits in itertools.count(1) if num_coordinates * 4**13 <= 4 ** (bits - 1)
-        )
+        min_bits = 1
+        while num_coordinates * 4**13 > 4 ** (min_bits - 1):
+            min_bits += 1
         max_examples = cap or UNDECLARED_CAP
         rows = rows or 2 * max_examples
 
@@ -105,7 +104,9 @@ class Grid:
         # The cap decides and not this rank's rows, so that the step is the same on any number of
         # ranks. Four times the cap: the twofold rows that callers ask for then fit with the padding
         # of a last micro-batch.
-        finest_bits = next((bits for bits in range(61, 0, -1) if fits(4 * room, bits, limit)), 0)
+        finest_bits = 61
+        while finest_bits > 0 and not fits(4 * room, finest_bits, limit):
+            finest_bits -= 1
         bits = max(min_bits, finest_bits)
         # The largest C of a binade is a hair below 2^e, and in units of 2^(e - bits) the deviation
         # grows with C.

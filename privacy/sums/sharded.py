@@ -162,11 +162,13 @@ class ShardedSums(Accumulator):
                 spans = [span for _, span in _shared(bucket.pieces(r), owners[rank])]
                 receive_counts.append(sum(span.stop - span.start for span in spans))
                 incoming += spans
+            part = self._parts[i]
+            # The empty slice gives its dtype to a rank that sends nothing.
+            sent = torch.cat([part[:0], *(part[span] for span in outgoing)])
             received = collectives.exchange(
-                torch.cat([self._parts[i][:0], *(self._parts[i][span] for span in outgoing)]),
-                send_counts=send_counts,
-                receive_counts=receive_counts,
+                sent, send_counts=send_counts, receive_counts=receive_counts
             )
+            del part, sent
             # An empty tensor of its own: a view would keep all of the part in memory.
             self._parts[i] = received.new_empty(0)
             position = 0

@@ -55,9 +55,11 @@ class Total:
         totals = []
         for count, part in zip(counts, memory.split(sizes), strict=True):
             if layout == "int32+int16":
-                low, high = part.split([len(part) // 3 * 2, len(part) // 3])
+                third = len(part) // 3
+                low, high = part.split([third * 2, third])
                 low_n = low.view(torch.int32)[:count]
-                totals.append(cls(low_n, high.view(torch.int16)[:count], unit))
+                high_n = high.view(torch.int16)[:count]
+                totals.append(cls(low_n, high_n, unit))
             else:
                 totals.append(cls(part.view(dtype)[:count], None, unit))
         return totals
