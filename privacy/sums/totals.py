@@ -131,7 +131,7 @@ class Total:
         return high.bitwise_left_shift_(30).add_(self.low[entries])
 
 
-def whole(unit: Unit, numbers: Tensor, num_examples: int) -> Tensor:
+def whole_numbers(unit: Unit, numbers: Tensor, num_examples: int) -> Tensor:
     """Returns int64: a sum of `num_examples` examples, fp64, rounded once to multiples of the unit.
 
     The numbers are written over.
