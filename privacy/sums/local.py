@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from .grid import SHORT, Grid, Unit
-from .totals import Slot, Total, add_together, blocks, real
+from .totals import Slot, Total, add_together, blocks, real_numbers
 
 BLOCK_COORDINATES = 1 << 23
 """Coordinates of sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in
@@ -173,4 +173,4 @@ class LocalSums(Accumulator):
         for name in self.shapes:
             total = self._totals[name]
             numbers = total.read(slice(None)).view(self.shapes[name])
-            yield name, numbers if self.unit is None else real(numbers, self.unit.exponent)
+            yield name, numbers if self.unit is None else real_numbers(numbers, self.unit.exponent)

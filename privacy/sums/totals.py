@@ -313,7 +313,7 @@ def blocks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def real(values: Tensor, exponent: int) -> Tensor:
+def real_numbers(values: Tensor, exponent: int) -> Tensor:
     """Returns the fp64 numbers that int64 multiples of 2^-exponent stand for.
 
     Numbers of more than 53 bits are rounded.
@@ -321,9 +321,9 @@ def real(values: Tensor, exponent: int) -> Tensor:
     return values.double().mul_(2.0**-exponent)
 
 
-def real_(values: Tensor, exponent: int) -> Tensor:
-    """Returns what `real` does, in the memory of the values: contiguous int64, gone afterwards."""
+def real_numbers_(values: Tensor, exponent: int) -> Tensor:
+    """Returns what `real_numbers` does, in the memory of the values: contiguous int64, gone afterwards."""
     numbers = values.view(torch.float64)
     for piece in blocks(values.numel(), PIECE_ENTRIES[1]):
-        numbers.view(-1)[piece] = real(values.view(-1)[piece], exponent)
+        numbers.view(-1)[piece] = real_numbers(values.view(-1)[piece], exponent)
     return numbers
