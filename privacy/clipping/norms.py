@@ -73,7 +73,7 @@ class NormTally:
             self._entries.append(self._entry(contributions))
 
     def _entry(self, contributions: list[Contribution]) -> _Entry:
-        squared_B, gross_B, hidden_B = contributions[0].norm()
+        squared_B, gross_B, underflow_B = contributions[0].norm()
         # Gross norms and underflow of a sum are bounded by the sums of those of its contributions.
         if len(contributions) > 1:
             squared_B = squared_B.double()
@@ -82,12 +82,12 @@ class NormTally:
             norm = x.norm()
             squared_B = squared_B + norm.squared_B
             gross_B = gross_B + norm.gross_B
-            hidden_B = hidden_B + norm.hidden_B
+            underflow_B = underflow_B + norm.underflow_B
             for y in contributions[:i]:
                 squared_B = squared_B + 2 * inner(x, y)
         error = max(c.norm_terms for c in contributions) * unit_roundoff(self.dtype)
         largest_fold_error = max(fold_error(c) for c in contributions)
-        return Norm(squared_B, gross_B, hidden_B), error, largest_fold_error
+        return Norm(squared_B, gross_B, underflow_B), error, largest_fold_error
 
     @functools.cached_property
     def joined(self) -> Dense:
@@ -104,14 +104,14 @@ class NormTally:
             zeros = torch.zeros(4, self.batch_size, device=self.device, dtype=torch.float64)
             return Totals(*zeros)
         norms, errors, fold_errors = zip(*entries, strict=True)
-        squared, gross, hidden = zip(*norms, strict=True)
+        squared, gross, underflow = zip(*norms, strict=True)
         squared_B = torch.stack(squared, 1).sum(1, dtype=torch.float64)
         gross_squared_BP = torch.stack(gross, 1).double().square()
         error_B = (gross_squared_BP * _row(errors, self.device)).sum(1)
-        error_B += sum(h**2 for h in hidden if not isinstance(h, Tensor))
-        hidden_by_example = [h for h in hidden if isinstance(h, Tensor)]
-        if hidden_by_example:
-            error_B += torch.stack(hidden_by_example, 1).double().square().sum(1)
+        error_B += sum(h**2 for h in underflow if not isinstance(h, Tensor))
+        underflow_by_example = [h for h in underflow if isinstance(h, Tensor)]
+        if underflow_by_example:
+            error_B += torch.stack(underflow_by_example, 1).double().square().sum(1)
         fold_squared_B = torch.zeros_like(error_B)
         if any(fold_errors):
             squares = tuple(fold**2 for fold in fold_errors)

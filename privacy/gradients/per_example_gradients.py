@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.fused import fused
-from ..numerics.precision import Norm, has_fp32_products_of_bf16, hidden, wide, wide_dtype
+from ..numerics.precision import Norm, has_fp32_products_of_bf16, underflow_bound, wide, wide_dtype
 from ..sums.grid import EXAMPLES_PER_SUM, SHORT
 from ..sums.totals import Slot, blocks
 
@@ -126,7 +126,9 @@ class Rows:
         squared_B = inner(self, self)
         num_tokens = self.ids_BT.shape[1]
         dtype = squared_B.dtype
-        by_underflow = num_tokens * (hidden(self.g_BTp.shape[2], dtype) + hidden(1, dtype))
+        by_underflow = num_tokens * (
+            underflow_bound(self.g_BTp.shape[2], dtype) + underflow_bound(1, dtype)
+        )
         return Norm(squared_B, wide(self.g_BTp).norm(dim=2).sum(1), by_underflow)
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
@@ -185,7 +187,7 @@ class Dense:
             rest_Bn = grad_Bn[:, end_of_blocks:]
             norms_BN.append(torch.linalg.vector_norm(rest_Bn, dim=1, keepdim=True))
         norm_B = torch.cat(norms_BN, 1).double().norm(dim=1).to(grad_Bn.dtype)
-        return Norm(norm_B.square(), norm_B, hidden(n, norm_B.dtype))
+        return Norm(norm_B.square(), norm_B, underflow_bound(n, norm_B.dtype))
 
     def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
         """Adds sum_b weight_b grad_b to the slot."""
@@ -561,12 +563,12 @@ def _norm_of_strips(
     """
     dtype = rows_BT.dtype
     squared_B = rows_BT.sum(1, dtype=torch.float64).to(dtype)
-    hidden_a = hidden(d, dtype)
-    hidden_g = hidden(p, dtype)
-    length_a_BT = (square_a_BT + hidden_a**2).sqrt()
-    length_g_BT = (square_g_BT + hidden_g**2).sqrt()
-    hidden_BT = hidden_g * length_a_BT + hidden_a * length_g_BT + hidden(1, dtype)
-    return Norm(squared_B, (length_a_BT * length_g_BT).sum(1), hidden_BT.sum(1))
+    underflow_a = underflow_bound(d, dtype)
+    underflow_g = underflow_bound(p, dtype)
+    length_a_BT = (square_a_BT + underflow_a**2).sqrt()
+    length_g_BT = (square_g_BT + underflow_g**2).sqrt()
+    underflow_BT = underflow_g * length_a_BT + underflow_a * length_g_BT + underflow_bound(1, dtype)
+    return Norm(squared_B, (length_a_BT * length_g_BT).sum(1), underflow_BT.sum(1))
 
 
 def inner(x: Contribution, y: Contribution) -> Tensor:

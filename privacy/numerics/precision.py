@@ -218,15 +218,15 @@ class Norm(NamedTuple):
         squared_B: the squared norm as computed.
         gross_B: sum_t |a_t| |g_t|, the norm if no two tokens cancelled; it scales every rounding
             error.
-        hidden_B: h, a bound on what underflow hides (docs/sums.md); a number where it is the same
+        underflow_B: h, a bound on what underflow hides (docs/sums.md); a number where it is the same
             for all examples.
     """
 
     squared_B: Tensor
     gross_B: Tensor
-    hidden_B: Tensor | float
+    underflow_B: Tensor | float
 
 
-def hidden(num_terms: int, dtype: torch.dtype) -> float:
+def underflow_bound(num_terms: int, dtype: torch.dtype) -> float:
     """Returns sqrt(num_terms eta), the bound h for what underflow hides (docs/sums.md)."""
     return math.sqrt(num_terms * 2 * torch.finfo(dtype).tiny)

@@ -121,11 +121,11 @@ def cases(shapes: list[tuple[int, int, int, int]] = SHAPES) -> Iterator[tuple[Te
 def check_norm(a: Tensor, g: Tensor) -> None:
     """Within the bound of norms.py of the exact one."""
     part = OuterProducts(a, g)
-    squared_B, gross_B, hidden_B = part.norm()
+    squared_B, gross_B, underflow_B = part.norm()
     wide_a, wide_g = a.double(), g.double()
     exact_B = torch.bmm(wide_g.transpose(1, 2), wide_a).square().sum((1, 2))
     exact_gross_B = (wide_a.norm(dim=2) * wide_g.norm(dim=2)).sum(1)
-    bound_B = part.norm_terms * 2.0**-24 * exact_gross_B.square() + hidden_B**2
+    bound_B = part.norm_terms * 2.0**-24 * exact_gross_B.square() + underflow_B**2
     assert ((squared_B - exact_B).abs() <= bound_B).all()
     torch.testing.assert_close(
         gross_B.double(), exact_gross_B, rtol=1e-3 if a.is_cuda else 1e-5, atol=0
