@@ -255,7 +255,7 @@ class ChunkedOuterProducts:
 Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
 
 
-def owned(part: Contribution, *borrowed: Tensor | None) -> Contribution:
+def copy_borrowed(part: Contribution, *borrowed: Tensor | None) -> Contribution:
     """Returns the contribution with copies of the tensors that share memory with borrowed ones."""
     places = {x.untyped_storage().data_ptr() for x in borrowed if x is not None}
     copies = {}

@@ -28,7 +28,7 @@ from ..sums.grid import SHORT
 from . import compiled
 from .coverage import mixing_reason, reason_without_rule, refusal, rule_of
 from .fallback import Claim, Replay, Uncovered, form_of, mapped, numbered, tensors_of
-from .per_example_gradients import Contribution, Dense, OuterProducts, Rows, owned
+from .per_example_gradients import Contribution, Dense, OuterProducts, Rows, copy_borrowed
 from .raw_parameters import Table, copies, is_table
 from .rules import KEEPS, RULES, tokens
 
@@ -89,7 +89,7 @@ class Call:
             part = part_by_name[local]
             if isinstance(part, OuterProducts):
                 part = part.settled()
-            yield name, owned(part, self.input, gradient) if self.is_borrowed else part
+            yield name, copy_borrowed(part, self.input, gradient) if self.is_borrowed else part
 
 
 class _Tap(torch.autograd.Function):
