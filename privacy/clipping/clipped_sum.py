@@ -23,10 +23,10 @@ from ..gradients.module_state import writes_to
 from ..gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
+    blank_excluded,
     in_full,
     is_short,
     may_cancel,
-    without,
 )
 from ..gradients.recorder import Call, Forward, Recorder, Task
 from ..noise.rounded_normal import deviation_in_units
@@ -444,7 +444,7 @@ class ClippedSum:
                 continue
             width = tally.joined.grad_B.shape[1]
             total = torch.zeros(width, dtype=torch.float64, device=self.device)
-            without(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
+            blank_excluded(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
             sizes = [gradient.grad_B[0].numel() for gradient in tally.short]
             sums |= zip(names, total.split(sizes), strict=True)
         return sums
@@ -456,7 +456,7 @@ class ClippedSum:
         slot_of_calls = slot if len(parts) == 1 else slot.of_uses()
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
-            without(part, factors.blank_B).add_weighted(weight_B, slot_of_calls)
+            blank_excluded(part, factors.blank_B).add_weighted(weight_B, slot_of_calls)
         if slot_of_calls is not slot:
             slot.total.add([slot_of_calls.total.low], len(weight_B))
 

@@ -326,7 +326,7 @@ def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
 # Rows of excluded examples become exact zeros before anything is summed, because 0 * NaN is not 0.
 
 
-def without(part: Contribution, excluded_B: Tensor | None) -> Contribution:
+def blank_excluded(part: Contribution, excluded_B: Tensor | None) -> Contribution:
     """Returns the contribution with excluded rows exactly zero in all that its weighted sum reads.
 
     Args:
@@ -336,16 +336,16 @@ def without(part: Contribution, excluded_B: Tensor | None) -> Contribution:
         return part
     match part:
         case Dense():
-            return Dense(blanked(part.grad_B, excluded_B), part.is_product)
+            return Dense(blank_rows(part.grad_B, excluded_B), part.is_product)
         case Rows():
-            return Rows(part.ids_BT, blanked(part.g_BTp, excluded_B))
+            return Rows(part.ids_BT, blank_rows(part.g_BTp, excluded_B))
         # One kernel for both.
         case OuterProducts(a, g) if _in_place(a) and _in_place(g):
             return OuterProducts(blank_rows_(a, excluded_B, g), g)
         case OuterProducts(a, g):
-            return OuterProducts(blanked(a, excluded_B), blanked(g, excluded_B))
+            return OuterProducts(blank_rows(a, excluded_B), blank_rows(g, excluded_B))
         case ChunkedOuterProducts(gradients=gradients):
-            a_BTd = blanked(part.a_BTd, excluded_B)
+            a_BTd = blank_rows(part.a_BTd, excluded_B)
             blanked_gradients = functools.partial(_blanked_chunks, gradients, excluded_B)
             return replace(part, a_BTd=a_BTd, gradients=blanked_gradients)
 
@@ -355,10 +355,10 @@ def _blanked_chunks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields the chunks of `ChunkedOuterProducts.gradients` with excluded rows exactly zero."""
     for rows, g_BTv in gradients():
-        yield rows, blanked(g_BTv, excluded_B)
+        yield rows, blank_rows(g_BTv, excluded_B)
 
 
-def blanked(x: Tensor, excluded_B: Tensor) -> Tensor:
+def blank_rows(x: Tensor, excluded_B: Tensor) -> Tensor:
     """Returns x (B, ...) with the excluded rows exactly zero.
 
     On CUDA x itself may be overwritten: it is the recorder's own copy.

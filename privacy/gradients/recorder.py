@@ -443,7 +443,7 @@ class Recorder:
             claim.plan.shared.update(claim.parameters.values())
             return self._tap(output_rows, claim, local_name, input_rows)
         self._require_examples(x, output, claim, local_name)
-        # On CUDA, bad rows of inputs are overwritten (`blanked`), which must not happen to the
+        # On CUDA, bad rows of inputs are overwritten (`blank_rows`), which must not happen to the
         # caller's tensors.
         x = x.clone() if x.is_cuda and not x.requires_grad else x.detach()
         return self._tap(output, claim, local_name, x, *tensors)

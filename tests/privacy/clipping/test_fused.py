@@ -16,7 +16,7 @@ from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clipped_sum import needs_blanking
 from privacy.clipping.norms import rounding
 from privacy.gradients import per_example_gradients as contributions
-from privacy.gradients.per_example_gradients import OuterProducts, blanked
+from privacy.gradients.per_example_gradients import OuterProducts, blank_rows
 from privacy.gradients.rules import _layer_norm, _rms_norm
 from privacy.numerics import fused
 from privacy.plan.releases import SENSITIVITY_SLACK
@@ -235,13 +235,13 @@ def test_contract_5_blanked_rows(dtype: torch.dtype, device: str) -> None:
     x[1, 2, 3], x[4] = torch.nan, torch.inf
     excluded_B = torch.tensor([False, True, False, False, True], device=device)
     good, place = x[~excluded_B].clone(), x.data_ptr()
-    y = blanked(x, excluded_B)
+    y = blank_rows(x, excluded_B)
     assert torch.equal(y[~excluded_B], good) and not y[excluded_B].any()
     assert (y.data_ptr() == place) == (device == "cuda")
     wide = (
         torch.zeros(5, 1, device=device, dtype=dtype).fill_(torch.nan).expand(5, 4)
     )  # not contiguous
-    assert not blanked(wide, torch.ones_like(excluded_B)).any()
+    assert not blank_rows(wide, torch.ones_like(excluded_B)).any()
     assert not needs_blanking(torch.tensor([True, True])) and needs_blanking(
         torch.tensor([True, False])
     )
