@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..clipping.clip_factors import ClippingFunction, Factors, factors_of, flat
 from ..clipping.clipped_sum import ClippedSum, Parts
-from ..gradients.per_example_gradients import in_full
+from ..gradients.per_example_gradients import write_out
 from ..gradients.recorder import Task
 from ..numerics.precision import exact
 from ..plan.lattice import Lattice
@@ -141,7 +141,7 @@ class CertifiedSum(ClippedSum):
 
         def write(name: str, parts: Parts) -> None:
             # Gradients of fp64 models are rounded.
-            gradients[name] = in_full(parts, self._shapes[name]).grad_B.float()
+            gradients[name] = write_out(parts, self._shapes[name]).grad_B.float()
 
         with self.recorder.forward(task, inputs, num_rows) as forward:
             self._by_parameter(forward, write)

@@ -24,9 +24,9 @@ from ..gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
     blank_excluded,
-    in_full,
     is_short,
     may_cancel,
+    write_out,
 )
 from ..gradients.recorder import Call, Forward, Recorder, Task
 from ..noise.rounded_normal import deviation_in_units
@@ -392,7 +392,7 @@ class ClippedSum:
         def hand_over(name: str) -> None:
             parts = waiting_parts.pop(name)
             if name in self._small and may_cancel(parts):
-                parts = [in_full(parts, self._shapes[name])]
+                parts = [write_out(parts, self._shapes[name])]
             use(name, parts)
 
         def take(call: Call) -> None:

@@ -287,7 +287,7 @@ def may_cancel(parts: Sequence[Contribution]) -> bool:
     return inputs.shape[1] != 1
 
 
-def in_full(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
+def write_out(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
     """Returns the sum of one parameter's contributions, written out.
 
     Its norm is that of the summed numbers. Every call gives the same bits.
