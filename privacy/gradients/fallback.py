@@ -44,7 +44,7 @@ class Uncovered(PrivacyConfigError):
         self.names = tuple(names)
 
 
-def mapped(
+def map_tensors(
     x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any] = lambda constant: constant
 ) -> Any:
     """Returns x with every tensor (and plain constant) in it changed.
@@ -60,14 +60,15 @@ def mapped(
         case _ if isinstance(x, PLAIN):
             return plain(x)
         case tuple() if hasattr(x, "_fields"):
-            return type(x)(*(mapped(y, change, plain) for y in x))
+            return type(x)(*(map_tensors(y, change, plain) for y in x))
         case tuple() | list():
-            return type(x)(mapped(y, change, plain) for y in x)
+            return type(x)(map_tensors(y, change, plain) for y in x)
         case Mapping():
-            return type(x)(**{name: mapped(y, change, plain) for name, y in x.items()})
+            return type(x)(**{name: map_tensors(y, change, plain) for name, y in x.items()})
         case _ if dataclasses.is_dataclass(x) and not isinstance(x, type):
             fields = {
-                f.name: mapped(getattr(x, f.name), change, plain) for f in dataclasses.fields(x)
+                f.name: map_tensors(getattr(x, f.name), change, plain)
+                for f in dataclasses.fields(x)
             }
             return dataclasses.replace(x, **fields)
     raise Uncovered(
@@ -76,9 +77,9 @@ def mapped(
 
 
 def tensors_of(x: Any) -> list[Tensor]:
-    """Returns all tensors in x, in the order of `mapped`."""
+    """Returns all tensors in x, in the order of `map_tensors`."""
     tensors: list[Tensor] = []
-    mapped(x, tensors.append)
+    map_tensors(x, tensors.append)
     return tensors
 
 
@@ -88,9 +89,9 @@ def form_of(arguments: Any) -> str:
 
 
 def _listed(x: Any, change: Callable[[Tensor], Any], plain: Callable[[Any], Any]) -> list[Any]:
-    """Returns the changed tensors and constants of x, in the order of `mapped`."""
+    """Returns the changed tensors and constants of x, in the order of `map_tensors`."""
     leaves: list[Any] = []
-    mapped(x, leaves.append, leaves.append)
+    map_tensors(x, leaves.append, leaves.append)
     return [change(leaf) if isinstance(leaf, Tensor) else plain(leaf) for leaf in leaves]
 
 
@@ -397,7 +398,7 @@ class Replay:
                 ]
 
                 def outputs(example_weights: dict[str, Tensor]) -> tuple[Tensor, ...]:
-                    args, kwargs = mapped(self.arguments, lambda t: example_inputs[len(t)])
+                    args, kwargs = map_tensors(self.arguments, lambda t: example_inputs[len(t)])
                     tensors = constants | example_weights
                     tensors = {f"module.{n}": x for n, x in tensors.items()}
                     forward = _Forward(module)
@@ -510,10 +511,10 @@ class _Forward(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def numbered(arguments: Any) -> Any:
+def number_tensors(arguments: Any) -> Any:
     """Returns the arguments with meta tensors in place of tensors, so that no memory is held.
 
     The length of a meta tensor is the number of the tensor.
     """
     numbers = iter(range(1 << 30))
-    return mapped(arguments, lambda t: torch.empty(next(numbers), 0, device="meta"))
+    return map_tensors(arguments, lambda t: torch.empty(next(numbers), 0, device="meta"))

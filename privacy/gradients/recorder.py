@@ -27,7 +27,7 @@ from ..numerics.precision import exact, wide
 from ..sums.grid import SHORT
 from . import compiled
 from .coverage import mixing_reason, reason_without_rule, refusal, rule_of
-from .fallback import Claim, Replay, Uncovered, form_of, mapped, numbered, tensors_of
+from .fallback import Claim, Replay, Uncovered, form_of, map_tensors, number_tensors, tensors_of
 from .per_example_gradients import Contribution, Dense, OuterProducts, Rows, copy_borrowed
 from .raw_parameters import Table, copies, is_table
 from .rules import KEEPS, RULES, tokens
@@ -363,7 +363,9 @@ class Recorder:
         recorded = tuple(y.detach().clone() for y in tapped_outputs) if self.compares else ()
         autocast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         modes = tuple(m.training for m in module.modules())
-        replay = Replay(claim, numbered(arguments), dims, len(inputs), recorded, autocast, modes)
+        replay = Replay(
+            claim, number_tensors(arguments), dims, len(inputs), recorded, autocast, modes
+        )
         self._num_calls.update(names)
 
         def report(tensors: list[Tensor], gradients: list[Tensor]) -> None:
@@ -375,7 +377,7 @@ class Recorder:
         for y, d in zip(outputs, output_dims, strict=True):
             new_outputs.append(y if d == -1 else next(taps))
         in_order = iter(new_outputs)
-        return mapped(output, lambda _: next(in_order))
+        return map_tensors(output, lambda _: next(in_order))
 
     def _left(self, claim: Claim) -> Claim:
         """Returns the claim without parameters that a module around this call covers."""
