@@ -58,7 +58,7 @@ class SquaredNorms:
             self.low_B = low_B & MASK
             self.high_B = high_B.clamp_(max=SATURATED)
 
-    def at_most(self, limit: int) -> Tensor:
+    def is_within(self, limit: int) -> Tensor:
         """Returns (B,) whether q <= limit, for 0 <= limit < 2^64."""
         high = limit >> 32
         low = limit & MASK
@@ -66,7 +66,7 @@ class SquaredNorms:
 
     def multipliers(self, limit: int) -> Tensor:
         """Returns (B,) int64: m = 2, 1 or 0, for the contribution m k."""
-        return self.at_most(limit // 4).long() + self.at_most(limit).long()
+        return self.is_within(limit // 4).long() + self.is_within(limit).long()
 
 
 def add_contributions(total_n: Tensor, k_Bn: Tensor, multiplier_B: Tensor) -> None:
