@@ -118,7 +118,7 @@ class CertifiedSum(ClippedSum):
             add_contributions(
                 self.accumulator.slot(name).total.low, vectors.pop(name), multiplier_B
             )
-            self.accumulator.filled(name)
+            self.accumulator.complete(name)
         return loss_B, factors
 
     def most_rounding_of_halves(self, num_rows: int) -> float:

@@ -335,7 +335,7 @@ class ClippedSum:
                     self.accumulator.slot(name).total.add(addends, len(is_padding_B))
                 elif name not in short_sums:
                     self._add_parameter(name, parts, factors)
-                self.accumulator.filled(name)
+                self.accumulator.complete(name)
         return forward.loss_B, factors
 
     def _stats_of_nothing(self) -> MicroBatchStats:

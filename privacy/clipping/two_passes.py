@@ -90,7 +90,7 @@ class TwoPassSum(ClippedSum):
 
             def add(name: str, parts: Parts) -> None:
                 self._add_parameter(name, parts, factors)
-                self.accumulator.filled(name)
+                self.accumulator.complete(name)
 
             second = next(passes)
             self._by_parameter(second, add, partial(self._add_mark, second_marks))

@@ -21,7 +21,7 @@ its heap (privacy/ranks/allocator.py)."""
 class Accumulator:
     """Takes the micro-batches one after the other.
 
-    For each: `start`, then `slot` and `filled` for each parameter, then `finish`.
+    For each: `start`, then `slot` and `complete` for each parameter, then `finish`.
 
     Attributes:
         leaves_process: whether values that depend on gradients leave the process before the logical
@@ -62,7 +62,7 @@ class Accumulator:
         """Returns where this micro-batch's contribution to a parameter is to be added."""
         raise NotImplementedError
 
-    def filled(self, name: str) -> None:
+    def complete(self, name: str) -> None:
         """Takes note that a contribution is complete; parameters without one are never filled."""
 
     def add_short(self, sums: dict[str, Tensor], num_examples: int) -> dict[str, Tensor]:

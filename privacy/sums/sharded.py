@@ -107,7 +107,7 @@ class ShardedSums(Accumulator):
         stop = start + bucket.shapes[name].numel()
         return Slot(Total(bucket.sums[start:stop], unit=self.unit))
 
-    def filled(self, name: str) -> None:
+    def complete(self, name: str) -> None:
         """Reduces every bucket whose turn has come and whose contributions are complete."""
         self._bucket_of[name].waiting.discard(name)
         # Strictly one after the other, so that all ranks issue the same collectives in one order.

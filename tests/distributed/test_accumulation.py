@@ -221,7 +221,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
             assert total.low.shape == (shapes[name].numel(),) and not total.low.any()
             mine[name] += part
             total.add([part.flatten()], 2)
-            sums.filled(name)
+            sums.complete(name)
         sums.finish()
     exact = {
         name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes

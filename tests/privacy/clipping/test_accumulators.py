@@ -324,7 +324,7 @@ def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[
                 if i < len(mine):
                     x, examples = parts[name][mine[i]]
                     slot.total.add([x.repeat(5)[: shape.numel()].clone()], examples)
-                sums.filled(name)
+                sums.complete(name)
             sums.finish()
         shards = reduce_to_owners(
             clipped.accumulator, clipped.exponent, even_layout(SHAPES, collectives.world_size())
