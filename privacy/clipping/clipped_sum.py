@@ -149,7 +149,7 @@ class ClippedSum:
         self._dtype = dtype_of_sums(parameters)
         trained_shapes = {name: self._shapes[name] for name in parameters}
         require_exact_products(self.device, self._dtype, trained_shapes.values())
-        self._small = smallest(self._numel, WRITTEN_ENTRIES)
+        self._small = smallest_parameters(self._numel, WRITTEN_ENTRIES)
         has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
         self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
         self.accumulator = accumulator(trained_shapes, self.grid, self.device)
@@ -491,7 +491,7 @@ def dtype_of_sums(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
     return next(iter(name_by_dtype))
 
 
-def smallest(numel: Mapping[str, int], room: int) -> set[str]:
+def smallest_parameters(numel: Mapping[str, int], room: int) -> set[str]:
     """Returns the names of the smallest parameters, as many as fit into `room` numbers.
 
     Shapes alone decide, never an example.
