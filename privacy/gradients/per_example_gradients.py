@@ -53,7 +53,7 @@ class OuterProducts:
         """Returns the number of products behind one entry of an fp32 sum."""
         return EXAMPLES_PER_SUM * self.a_BTd.shape[1]
 
-    def settled(self) -> "OuterProducts | Dense":
+    def compact(self) -> "OuterProducts | Dense":
         """Returns the form that is kept until the weighted sum.
 
         It is the written-out gradient where that has fewer numbers than its two factors. Its norm
@@ -161,7 +161,7 @@ class Dense:
     Attributes:
         grad_B: (B, *parameter shape).
         is_product: as many numbers as a matrix has, because the layer's product was written out
-            (`OuterProducts.settled`); its sums are fp32 over a few examples, as those of products
+            (`OuterProducts.compact`); its sums are fp32 over a few examples, as those of products
             are. All others are summed in fp64.
     """
 

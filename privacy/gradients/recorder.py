@@ -88,7 +88,7 @@ class Call:
                 )
             part = part_by_name[local]
             if isinstance(part, OuterProducts):
-                part = part.settled()
+                part = part.compact()
             yield name, copy_borrowed(part, self.input, gradient) if self.is_borrowed else part
 
 
