@@ -76,7 +76,7 @@ class CertifiedSum(ClippedSum):
         """Returns a grid without a step: the lattice makes numbers whole, and room for them."""
         return Grid(layout="int64")
 
-    def _clipped_to(self) -> float:
+    def _target_norm(self) -> float:
         """Returns a little less than C, so that rounding stays within C."""
         return self.lattice.target(self._num_coordinates)
 

@@ -153,14 +153,14 @@ class ClippedSum:
         has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
         self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
         self.accumulator = accumulator(trained_shapes, self.grid, self.device)
-        self._function = function(list(parameters), self._clipped_to())
+        self._function = function(list(parameters), self._target_norm())
         self.zero_()
 
     def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
         num_coordinates = sum(self._numel.values())
         return Grid.of(num_coordinates, self._dtype, cap, rows, noise_multiplier=noise_multiplier)
 
-    def _clipped_to(self) -> float:
+    def _target_norm(self) -> float:
         """Returns the norm to which gradients are scaled."""
         return self.max_grad_norm
 
