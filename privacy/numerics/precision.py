@@ -218,8 +218,8 @@ class Norm(NamedTuple):
         squared_B: the squared norm as computed.
         gross_B: sum_t |a_t| |g_t|, the norm if no two tokens cancelled; it scales every rounding
             error.
-        underflow_B: h, a bound on what underflow hides (docs/sums.md); a number where it is the same
-            for all examples.
+        underflow_B: h, a bound on what underflow hides (docs/sums.md); a number where it is the
+            same for all examples.
     """
 
     squared_B: Tensor

@@ -322,7 +322,10 @@ def real_numbers(values: Tensor, exponent: int) -> Tensor:
 
 
 def real_numbers_(values: Tensor, exponent: int) -> Tensor:
-    """Returns what `real_numbers` does, in the memory of the values: contiguous int64, gone afterwards."""
+    """Returns what `real_numbers` does, in the memory of the values.
+
+    The values are contiguous int64, and gone afterwards.
+    """
     numbers = values.view(torch.float64)
     for piece in blocks(values.numel(), PIECE_ENTRIES[1]):
         numbers.view(-1)[piece] = real_numbers(values.view(-1)[piece], exponent)
