@@ -79,8 +79,8 @@ class Accumulator:
     def finish(self) -> None:
         """Ends the micro-batch."""
 
-    def squared_distance(self, other: Self) -> float:
-        """Returns the squared L2 distance, in units, of the sums in `other`, which has the same grid.
+    def squared_distance(self, sums: Self) -> float:
+        """Returns the squared L2 distance, in units, to other sums of the same grid.
 
         Collective where sums of all ranks gather.
         """
@@ -142,12 +142,12 @@ class LocalSums(Accumulator):
             add_together(totals, list(sums.values()), num_examples)
         return {}
 
-    def squared_distance(self, other: Self) -> float:
-        """See `Accumulator.squared_distance`."""
+    def squared_distance(self, sums: Self) -> float:
+        """Returns the squared L2 distance, in units, to other sums of the same grid."""
         squared = 0.0
         for name, shape in self.shapes.items():
             for block in blocks(shape.numel(), BLOCK_COORDINATES):
-                difference = self._totals[name].read(block) - other._totals[name].read(block)
+                difference = self._totals[name].read(block) - sums._totals[name].read(block)
                 squared += float(difference.double().square_().sum())
         return squared
 

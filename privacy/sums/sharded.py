@@ -119,10 +119,10 @@ class ShardedSums(Accumulator):
         while self._next < len(self._buckets):
             self._reduce_next()
 
-    def squared_distance(self, other: Self) -> float:
-        """See `Accumulator.squared_distance`. Collective."""
+    def squared_distance(self, sums: Self) -> float:
+        """Returns the squared L2 distance, in units, to other sums of the same grid. Collective."""
         squared = torch.zeros(1, dtype=torch.float64)
-        for part, other_part in zip(self._parts, other._parts, strict=True):
+        for part, other_part in zip(self._parts, sums._parts, strict=True):
             squared += (part - other_part).double().square_().sum().cpu()
         return float(collectives.all_reduce_sum(squared))
 
