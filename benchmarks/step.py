@@ -44,7 +44,7 @@ from privacy.plan.lattice import Lattice  # noqa: E402
 from privacy.ranks.allocator import keep_freed_memory  # noqa: E402
 from privacy.ranks.engine import even_layout  # noqa: E402
 from privacy.sums.reduction import gather_from_owners, reduce_to_owners  # noqa: E402
-from privacy.sums.totals import real_  # noqa: E402
+from privacy.sums.totals import real_numbers_  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
 
 BASELINES = ("non_private", "accumulating")
@@ -192,7 +192,9 @@ def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
             deviation_in_units(0.728 * clipped.sensitivity, exponent),
             SystemNoise(),
         )
-        shards[number] = shards[number]._replace(values=real_(shards[number].values, exponent))
+        shards[number] = shards[number]._replace(
+            values=real_numbers_(shards[number].values, exponent)
+        )
     parameters = dict(model.named_parameters())
     first = next(iter(parameters.values()))
     for name, gradient in gather_from_owners(

@@ -37,7 +37,7 @@ from privacy.noise.rounded_normal import deviation_in_units
 from privacy.noise.source import NoiseSource, add_noise
 from privacy.plan.releases import Release
 from privacy.sums.grid import Grid, Unit
-from privacy.sums.totals import real, whole
+from privacy.sums.totals import real_numbers, whole_numbers
 
 CHUNK_BYTES = 1 << 27
 """Second moments or Hessians of several classes that are held at once, in fp64. Speed and memory only."""
@@ -124,9 +124,9 @@ class Budget:
         noised = torch.from_numpy(np.array(values, dtype=np.float64))
         if self._noise is not None:
             unit = self.units[name]
-            units = whole(unit, noised, self._num_examples)
+            units = whole_numbers(unit, noised, self._num_examples)
             add_noise(units, deviation_in_units(std, unit.exponent), self._noise)
-            noised = real(units, unit.exponent)
+            noised = real_numbers(units, unit.exponent)
         return noised.numpy()
 
     def release_symmetric(

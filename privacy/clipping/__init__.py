@@ -1,4 +1,4 @@
-"""Flat per-example clipping, without a weight gradient that is thrown away."""
+"""Flat per-example clipping that computes no weight gradient only to throw it away."""
 
 from collections.abc import Mapping
 

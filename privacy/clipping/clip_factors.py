@@ -1,7 +1,7 @@
 """Clip factors: how per-example norms become factors, and over which parameters a norm is taken.
 
-Each clipping function reports its own sensitivity, by which the noise is scaled. It must be C: ledger and verify.py accept
-no other.
+Each clipping function reports its own sensitivity, by which the noise is scaled. It must be C: the
+ledger and verify.py accept no other.
 """
 
 import functools
@@ -18,12 +18,12 @@ from ..plan.options import OPTIONS, Clipping
 Normaliser = Literal["clip", "normalise"]
 
 STABILITY = 0.01
-"""gamma of automatic clipping: the norm is divided by |g| + gamma, so that tiny gradients keep tiny contributions."""
+"""gamma of automatic clipping, which divides by |g| + gamma: tiny gradients stay tiny."""
 
 
 @dataclass(frozen=True)
 class ClippingFunction:
-    """Factors for groups of parameters.
+    """Holds how norms of groups of parameters become clip factors.
 
     Attributes:
         group_of: parameter name -> index of its group.
@@ -37,28 +37,32 @@ class ClippingFunction:
 
     @property
     def sensitivity(self) -> float:
-        """L2 bound of one example's whole contribution."""
+        """Returns the L2 bound of one example's contribution over all groups."""
         return math.hypot(*self.bounds)
 
     def weight(self, norm_B: Tensor, bound: float) -> Tensor:
-        """(B,) factor for each example; the norm times it is at most `bound`."""
+        """Returns the (B,) factor of each example; factor times norm is at most `bound`."""
         if self.kind == "normalise":
             return bound / (norm_B + STABILITY)
         return (bound / norm_B).clamp(max=1)
 
 
-@functools.cache  # the function of an option is one object, so that it can be recognised
+# Cached, so that one option always has the same function object, by which callers recognise it.
+@functools.cache
 def function_of(option: Clipping) -> Callable[[list[str], float], ClippingFunction]:
-    """(names, C) -> the function of an option: one norm per group, bound C / sqrt(number of groups) each, so C for the whole."""
+    """Returns the function (names, C) -> ClippingFunction of an option.
+
+    Each group has a norm of its own and the bound C / sqrt(number of groups), so that the bound of
+    all groups together is C.
+    """
 
     def make(names: list[str], max_grad_norm: float) -> ClippingFunction:
         groups = [option.group_of(name) for name in names]
         index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         bound = max_grad_norm / math.sqrt(len(index))
-        of_name = {name: index[group] for name, group in zip(names, groups, strict=True)}
-        return ClippingFunction(
-            of_name, (bound,) * len(index), "normalise" if option.normalises else "clip"
-        )
+        index_of_name = {name: index[group] for name, group in zip(names, groups, strict=True)}
+        kind: Normaliser = "normalise" if option.normalises else "clip"
+        return ClippingFunction(index_of_name, (bound,) * len(index), kind)
 
     return make
 
@@ -73,7 +77,7 @@ flat = FUNCTIONS["flat"]
 
 
 class MicroBatchStats(NamedTuple):
-    """Scalars on the device, computed from private data without noise: they may only go to `private/`."""
+    """Scalars on the device, computed from private data without noise: only for `private/`."""
 
     loss_sum: Tensor
     num_examples: Tensor
@@ -81,11 +85,12 @@ class MicroBatchStats(NamedTuple):
     num_nonfinite: Tensor
     norm_sum: Tensor
     num_cancelled: Tensor
-    """Examples whose own tokens cancel, so that they contribute less than the clipping function says (norms.py)."""
+    """Examples that contribute less than the clipping function says, because their own tokens
+    cancel (docs/sums.md)."""
 
 
 class Factors(NamedTuple):
-    """Clip factors of one micro-batch, by group of parameters.
+    """Holds the clip factors of one micro-batch, by group of parameters.
 
     Attributes:
         blank_B: rows to be zeroed before they are summed.
@@ -99,31 +104,38 @@ class Factors(NamedTuple):
     is_cancelled_B: Tensor
 
     def stats(self, loss_B: Tensor, is_padding_B: Tensor) -> MicroBatchStats:
-        counted_B = ~is_padding_B & self.is_finite_B
+        """Returns the statistics of the micro-batch; padding counts in none of them."""
+        is_counted_B = ~is_padding_B & self.is_finite_B
         norm_B = torch.linalg.vector_norm(torch.stack(self.norms), dim=0)
         is_clipped_B = (torch.stack(self.weights) < 1).any(0)
+        loss_sum = loss_B.float().masked_fill(~is_counted_B, 0).sum()
+        num_examples = (~is_padding_B).sum()
+        num_clipped = (is_counted_B & is_clipped_B).sum()
+        num_nonfinite = (~is_padding_B & ~self.is_finite_B).sum()
+        norm_sum = norm_B.masked_fill(~is_counted_B, 0).sum()
+        num_cancelled = (is_counted_B & self.is_cancelled_B).sum()
         return MicroBatchStats(
-            loss_sum=loss_B.float().masked_fill(~counted_B, 0).sum(),
-            num_examples=(~is_padding_B).sum(),
-            num_clipped=(counted_B & is_clipped_B).sum(),
-            num_nonfinite=(~is_padding_B & ~self.is_finite_B).sum(),
-            norm_sum=norm_B.masked_fill(~counted_B, 0).sum(),
-            num_cancelled=(counted_B & self.is_cancelled_B).sum(),
+            loss_sum=loss_sum,
+            num_examples=num_examples,
+            num_clipped=num_clipped,
+            num_nonfinite=num_nonfinite,
+            norm_sum=norm_sum,
+            num_cancelled=num_cancelled,
         )
 
 
 def factors_of(
     function: ClippingFunction, norms: Sequence[Tensor], loss_B: Tensor, is_padding_B: Tensor
 ) -> Factors:
-    """Returns the factors of a micro-batch: zero for padding, and where a norm or a loss is not finite.
+    """Returns the factors of a micro-batch: zero for padding and non-finite norms or losses.
 
     Args:
         norms: (B,) of each group of parameters, safe to divide by.
     """
     is_finite_B = torch.stack(list(norms)).isfinite().all(0) & loss_B.isfinite()
     excluded_B = is_padding_B | ~is_finite_B
-    weights = [
-        function.weight(norm_B, bound).masked_fill(excluded_B, 0)
-        for norm_B, bound in zip(norms, function.bounds, strict=True)
-    ]
+    weights = []
+    for norm_B, bound in zip(norms, function.bounds, strict=True):
+        weight_B = function.weight(norm_B, bound)
+        weights.append(weight_B.masked_fill(excluded_B, 0))
     return Factors([*norms], weights, is_finite_B, None, torch.zeros_like(excluded_B))

@@ -1,16 +1,10 @@
-"""The sum of clipped per-example gradients of a logical batch, accumulated micro-batch by micro-batch.
+"""The sum of clipped per-example gradients of a logical batch, micro-batch by micro-batch.
 
-    sum_i  c_i g_i,     c_i = min(1, C / |g_i|),     |g_i| over all trainable parameters together (flat clipping)
+    sum_i  c_i g_i,     c_i = min(1, C / |g_i|),     |g_i| over all trainable parameters (flat)
 
-after Abadi et al. 2016 (arXiv 1607.00133), by book-keeping (Bu et al. 2022, arXiv 2210.00038): one forward, one backward for
-activation gradients, then norms and weighted sums from the inputs and output gradients that all layers kept. No weight gradient
-is thrown away. `two_passes.py` gives the same sum in less memory.
-
-Where tokens of an example cancel, c_i is smaller: at most 32 C / S_i, S_i being the norm that its gradient would have if no two
-tokens cancelled (norms.py). Such an example contributes less than min(|g_i|, C), and `MicroBatchStats.num_cancelled` counts it.
-Parameters of few numbers are written out for every example, which costs memory and no accuracy: their tokens do not count in S_i.
-
-The sums gather in an accumulator: by default in this process, without communication (privacy/sums/).
+after Abadi et al. 2016 (arXiv 1607.00133), by book-keeping (Bu et al. 2022, arXiv 2210.00038): one
+forward, one backward for activation gradients, then norms and weighted sums from the inputs and
+output gradients that all layers kept. docs/sums.md has the bound on one example's contribution.
 """
 
 import itertools
@@ -29,10 +23,10 @@ from ..gradients.module_state import writes_to
 from ..gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
-    in_full,
+    blank_excluded,
     is_short,
     may_cancel,
-    without,
+    write_out,
 )
 from ..gradients.recorder import Call, Forward, Recorder, Task
 from ..noise.rounded_normal import deviation_in_units
@@ -48,8 +42,10 @@ from .norms import NormTally
 NEVER_CLIPS = 1e20
 """A C above this clips nothing that does not overflow."""
 WRITTEN_ENTRIES = 1 << 14
-"""Numbers of each example's gradient that are written out, those of the smallest parameters: 4 MiB for 64 examples in fp32,
-which takes no time that can be measured on a model of 132,756 parameters; four times as many take 6 % of a micro-batch."""
+"""Numbers of each example's gradient that are written out, those of the smallest parameters.
+
+For 64 examples in fp32 they take 4 MiB, and no time that can be measured on a model of 132,756
+parameters; four times as many take 6 % of a micro-batch."""
 
 Mode = Literal["bookkeeping", "two_pass", "certified"]
 Parts = list[Contribution]
@@ -60,15 +56,16 @@ Observe = Callable[[Call], None]
 Rows = tuple[Tensor, Tensor]
 """(B,) losses and (groups, B) unclipped norms of a micro-batch, without noise."""
 Writes = list[tuple[str, Tensor, int]]
-"""(name, tensor, how often it had been written to)."""
+"""(name, tensor, how often the tensor had been written to)."""
 
 ROUNDING_OF_HALVES = 6e-4
 """In units of C, for EXAMPLES_PER_SUM examples: 3.7e-4 of the products of a micro-batch and of its
-two halves, and 1.8e-4 of the three times that they become whole numbers (sums/grid.py)."""
+two halves, and 1.8e-4 of the three times that they become whole numbers (docs/sums.md)."""
 
 NOT_REPEATED = (
-    "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the same backward gave different "
-    "gradients the second time; call torch.use_deterministic_algorithms(True) first (warn_only leaves attention as it is), write "
+    "clipping that computes gradients twice (two_pass, a vocabulary by chunks) is refused: the "
+    "same backward gave different gradients the second time; call "
+    "torch.use_deterministic_algorithms(True) first (warn_only leaves attention as it is), write "
     "to no tensor in place in a backward, or take bookkeeping with a larger max_logits"
 )
 
@@ -76,29 +73,40 @@ NOT_REPEATED = (
 class ClippedSum:
     """Accumulates the clipped sum for the trainable parameters of a model.
 
-    Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all parameters, by at most
-    `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever it and the others are, how all additions round included: NaN, infinity
-    and gradients whose norm overflows contribute zero. `sums/grid.py` and `norms.py` derive that, from one assumption
-    about the order of additions inside one matrix product.
+    Guarantee: zeroing one example out (making it padding) changes the sum, as an L2 norm over all
+    parameters, by at most `sensitivity * (1 + SENSITIVITY_SLACK)`, whatever this example and the
+    others are, all rounding of additions included: NaN, infinity and gradients whose norm overflows
+    contribute zero. The proof (docs/sums.md) has one assumption, about the order of additions
+    inside one matrix product.
 
-    It assumes that the loss of an example depends on that example alone, and that rules and fallback see its whole gradient.
-    `privacy/guards/` looks for models of which that is not true; nothing here does.
+    An example whose tokens cancel contributes less than min(|g|, C), and
+    `MicroBatchStats.num_cancelled` counts it. Gradients of small parameters are written out for
+    every example, which costs memory and no accuracy: there the safe norm is the norm itself.
 
-    Amplification by sampling also compares with a batch in which the example was not drawn. This guarantee covers that where
-    the others then stand in the same rows. Training deals rows at random among a public number, at least the cap, which is as
-    good: the two placings have one distribution (privacy/sampling/rows.py has the proof, `deal` does it). Whoever samples
-    without `deal` and closes rows up has the guarantee for x zeroed in its place only.
+    The guarantee assumes that the loss of an example depends on that example alone, and that rules
+    and fallback see its whole gradient. `privacy/guards/` looks for models that break this; this
+    class does not.
+
+    Amplification by sampling also compares with a batch in which the example was not drawn. The
+    guarantee covers that comparison where the others then stand in the same rows. Training deals
+    rows at random among a public number, at least the cap, which is as good: the two placings have
+    one distribution (privacy/sampling/rows.py has the proof). A caller that samples without `deal`
+    and closes rows up has the guarantee for an example zeroed in its place only.
 
     Args:
-        model: every trainable parameter must be covered by a clipping rule, or by the fallback that the self-check has found.
-        max_grad_norm: C, the L2 bound of one example's contribution; `inf` switches clipping off (tests, non-private runs).
+        model: every trainable parameter must be covered by a clipping rule, or by the fallback that
+            the self-check has chosen.
+        max_grad_norm: C, the L2 bound of one example's contribution; `inf` switches clipping off
+            (tests, non-private runs).
         shapes: full parameter shapes by name, where the model holds them in shards.
         function: how a norm becomes a factor, and over which parameters; flat clipping by default.
         accumulator: made from (shapes, grid, device); takes the sums.
-        cap: the most examples of a logical batch on all ranks, and `rows`, padding included, on this one: sums then take 6 bytes
-            a coordinate where that many fit, else 8. Without them there is room for a million.
-        noise_multiplier: sigma. 0 is without noise: sums are then fp64, and keep gradients far below C. They are whole multiples
-            of a step otherwise, which is coarser where sigma is in the thousands.
+        cap: the most examples of a logical batch on all ranks.
+        rows: the most rows of a logical batch on this rank, padding included. Sums take 6 bytes a
+            coordinate where `cap` and `rows` fit, else 8. Without both there is room for a million.
+        noise_multiplier: sigma. Without noise (0) sums are fp64, and keep gradients far below C.
+            With noise they are whole multiples of a step, which is coarser where sigma is in the
+            thousands.
         device: where the model computes, if its parameters wait elsewhere.
 
     Raises:
@@ -109,7 +117,7 @@ class ClippedSum:
         mode: the recipe's word for this class.
         max_grad_norm: C.
         device: where the model computes.
-        recorder: its hooks stand on the model.
+        recorder: holds the hooks on the model.
         grid: the step of the sums.
         rows: losses and norms of the last micro-batch, for guards to read.
     """
@@ -131,7 +139,8 @@ class ClippedSum:
     ):
         require_bound(max_grad_norm)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.model, self.max_grad_norm = model, max_grad_norm
+        self.model = model
+        self.max_grad_norm = max_grad_norm
         self._shapes = shapes or {name: p.shape for name, p in model.named_parameters()}
         self._numel = {name: self._shapes[name].numel() for name in parameters}
         self.device = device or next(iter(parameters.values())).device
@@ -140,20 +149,19 @@ class ClippedSum:
         self._dtype = dtype_of_sums(parameters)
         trained_shapes = {name: self._shapes[name] for name in parameters}
         require_exact_products(self.device, self._dtype, trained_shapes.values())
-        self._small = smallest(self._numel, WRITTEN_ENTRIES)
+        self._small = smallest_parameters(self._numel, WRITTEN_ENTRIES)
         has_noise = noise_multiplier > 0 and max_grad_norm < math.inf
         self.grid = self._grid(cap, rows, noise_multiplier) if has_noise else Grid()
         self.accumulator = accumulator(trained_shapes, self.grid, self.device)
-        self._function = function(list(parameters), self._clipped_to())
+        self._function = function(list(parameters), self._target_norm())
         self.zero_()
 
     def _grid(self, cap: int | None, rows: int | None, noise_multiplier: float) -> Grid:
-        return Grid.of(
-            sum(self._numel.values()), self._dtype, cap, rows, noise_multiplier=noise_multiplier
-        )
+        num_coordinates = sum(self._numel.values())
+        return Grid.of(num_coordinates, self._dtype, cap, rows, noise_multiplier=noise_multiplier)
 
-    def _clipped_to(self) -> float:
-        """The norm to which gradients are scaled."""
+    def _target_norm(self) -> float:
+        """Returns the norm to which gradients are scaled."""
         return self.max_grad_norm
 
     @property
@@ -162,41 +170,52 @@ class ClippedSum:
 
     @property
     def exponent(self) -> int | None:
-        """f of this logical batch, whose sums are whole multiples of 2^-f; None where they are fp64, for want of noise."""
+        """Returns f of this logical batch, whose sums are whole multiples of 2^-f.
+
+        Without noise sums are fp64, and this is None.
+        """
         unit = self.accumulator.unit
         return None if unit is None else unit.exponent
 
     @property
     def sensitivity(self) -> float:
-        """L2 change of the sum when one example is added or removed, before the slack for rounding."""
+        """Returns the L2 change of the sum when one example is added or removed.
+
+        The slack for rounding comes on top.
+        """
         return self._function.sensitivity
 
     @property
     def leaves_process(self) -> bool:
-        """Whether sums are communicated before the logical batch is complete: then its intent comes first (contract 9)."""
+        """Returns whether sums are communicated before the logical batch is complete.
+
+        Then its intent comes first (contract 9).
+        """
         return self.accumulator.leaves_process
 
     def release(self, noise_multiplier: float) -> Release:
         """Returns what a step with this sum releases: the sum, with its noise.
 
         Raises:
-            PrivacyConfigError: noise for a sum that is not clipped, or was made for none.
+            PrivacyConfigError: noise for a sum that is not clipped, or was made without noise.
         """
         if noise_multiplier > 0 and self.sensitivity == math.inf:
             raise PrivacyConfigError(
-                "no noise hides an example whose gradient is not clipped: give a finite max_grad_norm"
+                "no noise hides an example whose gradient is not clipped: "
+                "give a finite max_grad_norm"
             )
         exponent = self.exponent
         release = release_of_step(noise_multiplier, self.sensitivity)
         if (exponent is None) != (noise_multiplier == 0):
             raise PrivacyConfigError(
-                "sums are whole multiples of a step exactly where they get noise, which hides what rounding moves: give "
-                f"ClippedSum noise_multiplier={noise_multiplier:g}"
+                "sums are whole multiples of a step exactly where they get noise, which hides what "
+                f"rounding moves: give ClippedSum noise_multiplier={noise_multiplier:g}"
             )
         if exponent is not None and deviation_in_units(release["std"], exponent) > MOST_DEVIATION:
             raise PrivacyConfigError(
-                f"noise of {noise_multiplier:g} C passes what is drawn exactly in steps of this sum: give ClippedSum "
-                f"noise_multiplier={noise_multiplier:g}, which takes a coarser step"
+                f"noise of {noise_multiplier:g} C passes what is drawn exactly in steps of this "
+                f"sum: give ClippedSum noise_multiplier={noise_multiplier:g}, which takes a "
+                "coarser step"
             )
         return release
 
@@ -232,10 +251,14 @@ class ClippedSum:
                 losses.append(loss_B)
                 norms.append(torch.stack(factors.norms))
             self.rows = torch.cat(losses), torch.cat(norms, dim=1)
-        return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*stats, strict=True)))
+        columns = zip(*stats, strict=True)
+        return MicroBatchStats(*(torch.stack(column).sum() for column in columns))
 
     def parts(self, num_rows: int) -> Iterator[slice]:
-        """Yields the rows of each part: larger micro-batches are gone through in parts, which bounds their memory."""
+        """Yields the rows of each part of a micro-batch.
+
+        Parts bound the memory of a larger micro-batch.
+        """
         return blocks(num_rows, EXAMPLES_PER_PART)
 
     def most_rounding_of_halves(self, num_rows: int) -> float:
@@ -249,39 +272,42 @@ class ClippedSum:
         return ROUNDING_OF_HALVES * math.ceil(num_rows / EXAMPLES_PER_SUM) * self.sensitivity
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, this process's part of the clipped sum), of an accumulator that holds it whole."""
+        """Yields (parameter name, this process's part of the clipped sum).
+
+        The accumulator must hold all of it in this process.
+        """
         assert isinstance(self.accumulator, LocalSums)
         self.require_repeated()
         yield from self.accumulator.sums()
 
     def require_repeated(self) -> None:
-        """Refuses a batch in which what was computed twice differed; call it before anything of this batch is released.
+        """Refuses a batch whose second pass differed from its first.
 
-        Nothing is computed twice here.
+        Call it before anything of this batch is released. This class computes nothing twice.
 
         Raises:
-            PrivacyConfigError: a second pass met other gradients than the first, so that something is clipped by a norm that
-                is not its own.
+            PrivacyConfigError: a second pass met other gradients than the first, so that a gradient
+                is clipped by a norm that is not its own.
         """
 
     def check_repeatable(self, task: Task, inputs: Mapping[str, Tensor]) -> None:
-        """Requires that what is computed twice agrees to the last bit (contract 6); call it before training.
+        """Refuses a model whose gradients, computed twice, differ in a bit (contract 6).
 
-        Here that is only the gradient of a vocabulary by chunks, which is too large to keep.
+        Call it before training. This class computes only the gradient of a vocabulary by chunks
+        twice, which is too large to keep.
 
         Raises:
-            PrivacyConfigError: it differs: nondeterministic kernels.
+            PrivacyConfigError: the gradients differ: nondeterministic kernels.
         """
-        kept: dict[str, Parts] = {}
-        with torch.no_grad(), self.recorder.forward(task, inputs, num_rows(inputs)) as passed:
-            self._tallies(passed, kept)
+        contributions: dict[str, Parts] = {}
+        with torch.no_grad(), self.recorder.forward(task, inputs, num_rows(inputs)) as forward:
+            self._tallies(forward, contributions)
         with torch.no_grad(), exact(self.device):
-            for part in itertools.chain.from_iterable(kept.values()):
+            for part in itertools.chain.from_iterable(contributions.values()):
                 if isinstance(part, ChunkedOuterProducts):
-                    first, second = (
-                        (gradient for _, gradient in part.gradients()) for _ in range(2)
-                    )
-                    require_equal(first, second)
+                    first_gradients = (gradient for _, gradient in part.gradients())
+                    second_gradients = (gradient for _, gradient in part.gradients())
+                    require_equal(first_gradients, second_gradients)
 
     def detach(self) -> None:
         """Removes the hooks from the model."""
@@ -291,121 +317,134 @@ class ClippedSum:
         self, task: Task, inputs: Mapping[str, Tensor], is_padding_B: Tensor
     ) -> tuple[Tensor, Factors]:
         """Adds some rows of a micro-batch; returns their losses, (B,), and clip factors."""
-        kept: dict[str, Parts] = {}
-        with self.recorder.forward(task, inputs, len(is_padding_B)) as passed:
-            tallies, writes = self._tallies(passed, kept)
+        contributions: dict[str, Parts] = {}
+        with self.recorder.forward(task, inputs, len(is_padding_B)) as forward:
+            tallies, writes = self._tallies(forward, contributions)
         require_unwritten(writes, "a backward of the model")
-        del writes  # it holds all that is kept, which is freed one by one
-        with exact(passed.loss_B.device):
-            factors = self._factors(tallies, passed.loss_B, is_padding_B)
-            short = self._short_sums(kept, tallies, factors)
-            waiting = self.accumulator.add_short(short, len(is_padding_B))
-            # The last layer first, as two passes do it; what has been summed makes room.
-            for name in list(kept):
-                parts = kept.pop(name)
-                if name in waiting:
-                    self.accumulator.slot(name).total.add([waiting.pop(name)], len(is_padding_B))
-                elif name not in short:
+        # It holds all contributions, which are freed one by one below.
+        del writes
+        with exact(forward.loss_B.device):
+            factors = self._factors(tallies, forward.loss_B, is_padding_B)
+            short_sums = self._short_sums(contributions, tallies, factors)
+            waiting_sums = self.accumulator.add_short(short_sums, len(is_padding_B))
+            # The last layer first, as in two passes; a sum that has been added makes room.
+            for name in list(contributions):
+                parts = contributions.pop(name)
+                if name in waiting_sums:
+                    addends = [waiting_sums.pop(name)]
+                    self.accumulator.slot(name).total.add(addends, len(is_padding_B))
+                elif name not in short_sums:
                     self._add_parameter(name, parts, factors)
-                self.accumulator.filled(name)
-        return passed.loss_B, factors
+                self.accumulator.complete(name)
+        return forward.loss_B, factors
 
     def _stats_of_nothing(self) -> MicroBatchStats:
-        nothing = torch.zeros(0, dtype=self._dtype_of_norms, device=self.device)
-        norms = [nothing for _ in self._function.bounds]
-        return factors_of(self._function, norms, nothing, nothing.bool()).stats(
-            nothing, nothing.bool()
-        )
+        empty_B = torch.zeros(0, dtype=self._dtype_of_norms, device=self.device)
+        is_padding_B = empty_B.bool()
+        norms = [empty_B for _ in self._function.bounds]
+        factors = factors_of(self._function, norms, empty_B, is_padding_B)
+        return factors.stats(empty_B, is_padding_B)
 
     def _tallies(
-        self, passed: Forward, kept: dict[str, Parts] | None = None, observe: Observe | None = None
+        self,
+        forward: Forward,
+        contributions: dict[str, Parts] | None = None,
+        observe: Observe | None = None,
     ) -> tuple[list[NormTally], Writes]:
-        """Runs a backward; returns the norms of each group of parameters, and how often what is kept had been written to.
+        """Runs a backward and returns (norms of each group of parameters, write counts).
+
+        The counts say how often each tensor that is kept had been written to.
 
         Args:
-            kept: takes the contributions, if given.
+            contributions: takes the contributions by parameter, if given.
             observe: see `_by_parameter`.
         """
-        tallies = [
-            NormTally(len(passed.loss_B), self.device, self._dtype) for _ in self._function.bounds
-        ]
+        batch_size = len(forward.loss_B)
+        tallies = [NormTally(batch_size, self.device, self._dtype) for _ in self._function.bounds]
         writes: Writes = []
 
         def add(name: str, parts: Parts) -> None:
-            if kept is not None:
-                kept[name] = parts
-            if kept is not None or is_short(parts):  # the tally keeps those
-                writes.extend((name, x, writes_to(x)) for part in parts for x in tensors_in(part))
+            if contributions is not None:
+                contributions[name] = parts
+            # The tally keeps short contributions even where the caller keeps none.
+            if contributions is not None or is_short(parts):
+                for part in parts:
+                    writes.extend((name, x, writes_to(x)) for x in tensors_in(part))
             tallies[self._function.group_of[name]].add(parts)
 
-        self._by_parameter(passed, add, observe)
+        self._by_parameter(forward, add, observe)
         return tallies, writes
 
-    def _by_parameter(self, passed: Forward, use: Use, observe: Observe | None = None) -> None:
-        """Hands over the contributions of a backward, parameter by parameter, as soon as the last call of its layers is there.
+    def _by_parameter(self, forward: Forward, use: Use, observe: Observe | None = None) -> None:
+        """Hands over the contributions of a backward, parameter by parameter.
 
-        That is usually the only one, and its tensors are still in the processor's caches. Gradients of small parameters are
+        A parameter's turn comes with the last call of its layers, which is usually the only call,
+        and whose tensors are still in the processor's caches. Gradients of small parameters are
         written out.
 
         Raises:
-            PrivacyConfigError: a layer reports more gradients than it had calls: something differentiates through it twice.
+            PrivacyConfigError: a layer reports more gradients than it had calls: something
+                differentiates through it twice.
         """
-        waiting: dict[str, Parts] = {}
-        reported: Counter[str] = Counter()
+        waiting_parts: dict[str, Parts] = {}
+        num_reported: Counter[str] = Counter()
 
         def hand_over(name: str) -> None:
-            parts = waiting.pop(name)
+            parts = waiting_parts.pop(name)
             if name in self._small and may_cancel(parts):
-                parts = [in_full(parts, self._shapes[name])]
+                parts = [write_out(parts, self._shapes[name])]
             use(name, parts)
 
         def take(call: Call) -> None:
             if observe is not None:
                 observe(call)
             for name, part in call.contributions():
-                reported[name] += 1
-                if reported[name] > passed.num_calls[name]:
+                num_reported[name] += 1
+                if num_reported[name] > forward.num_calls[name]:
                     raise PrivacyConfigError(
-                        f"{name} has more gradients in one backward than it had calls: a hook or an autograd function "
-                        "differentiates through its layer (torch.autograd.grad), which clipping cannot follow"
+                        f"{name} has more gradients in one backward than it had calls: a hook or "
+                        "an autograd function differentiates through its layer "
+                        "(torch.autograd.grad), which clipping cannot follow"
                     )
-                waiting.setdefault(name, []).append(part)
-                if len(waiting[name]) == passed.num_calls[name]:
+                waiting_parts.setdefault(name, []).append(part)
+                if len(waiting_parts[name]) == forward.num_calls[name]:
                     hand_over(name)
 
-        passed.backward(take)
-        with exact(passed.loss_B.device):
+        forward.backward(take)
+        with exact(forward.loss_B.device):
             # Not every call of these has a gradient, because the loss does not depend on it.
-            for name in list(waiting):
+            for name in list(waiting_parts):
                 hand_over(name)
 
     def _factors(self, tallies: list[NormTally], loss_B: Tensor, is_padding_B: Tensor) -> Factors:
         norms = [tally.safe_norm() for tally in tallies]
         factors = factors_of(self._function, norms, loss_B, is_padding_B)
-        is_longer_B = torch.stack(
-            [tally.is_lengthened(norm_B) for tally, norm_B in zip(tallies, norms, strict=True)]
-        )
+        pairs = zip(tallies, norms, strict=True)
+        is_longer_GB = torch.stack([tally.is_lengthened(norm_B) for tally, norm_B in pairs])
+        is_clipped_GB = torch.stack(factors.weights) < 1
         return factors._replace(
             blank_B=~factors.is_finite_B if needs_blanking(factors.is_finite_B) else None,
-            is_cancelled_B=(is_longer_B & (torch.stack(factors.weights) < 1)).any(0),
+            is_cancelled_B=(is_longer_GB & is_clipped_GB).any(0),
         )
 
     def _short_sums(
-        self, kept: Mapping[str, Parts], tallies: list[NormTally], factors: Factors
+        self, contributions: Mapping[str, Parts], tallies: list[NormTally], factors: Factors
     ) -> dict[str, Tensor]:
-        """Returns the weighted sum, (n,) fp64, of each parameter of few numbers: one product for all that have one factor."""
+        """Returns the weighted sum, (n,) fp64, of each parameter of few numbers.
+
+        All parameters that have one factor take one product.
+        """
         sums: dict[str, Tensor] = {}
         for group, (tally, weight_B) in enumerate(zip(tallies, factors.weights, strict=True)):
-            names = [
-                name
-                for name, parts in kept.items()
-                if self._function.group_of[name] == group and is_short(parts)
-            ]
+            names = []
+            for name, parts in contributions.items():
+                if self._function.group_of[name] == group and is_short(parts):
+                    names.append(name)
             if not names:
                 continue
             width = tally.joined.grad_B.shape[1]
             total = torch.zeros(width, dtype=torch.float64, device=self.device)
-            without(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
+            blank_excluded(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
             sizes = [gradient.grad_B[0].numel() for gradient in tally.short]
             sums |= zip(names, total.split(sizes), strict=True)
         return sums
@@ -413,24 +452,26 @@ class ClippedSum:
     def _add_parameter(self, name: str, parts: Parts, factors: Factors) -> None:
         """Adds the weighted sum of a parameter's gradients to its total."""
         slot = self.accumulator.slot(name)
-        # Calls share examples, so what they contribute is added up before it is rounded (sums/grid.py).
-        into = slot if len(parts) == 1 else slot.of_uses()
+        # Calls share examples, so their contributions are added up before rounding (docs/sums.md).
+        slot_of_calls = slot if len(parts) == 1 else slot.of_uses()
         weight_B = factors.weights[self._function.group_of[name]]
         for part in parts:
-            without(part, factors.blank_B).add_weighted(weight_B, into)
-        if into is not slot:
-            slot.total.add([into.total.low], len(weight_B))
+            blank_excluded(part, factors.blank_B).add_weighted(weight_B, slot_of_calls)
+        if slot_of_calls is not slot:
+            slot.total.add([slot_of_calls.total.low], len(weight_B))
 
 
 def require_bound(max_grad_norm: float) -> None:
-    """
+    """Refuses a C outside SMALLEST_BOUND to NEVER_CLIPS; infinity passes.
+
     Raises:
-        PrivacyConfigError: C is outside SMALLEST_BOUND to NEVER_CLIPS, and not infinite.
+        PrivacyConfigError: C is out of bounds.
     """
     if not (SMALLEST_BOUND <= max_grad_norm <= NEVER_CLIPS or max_grad_norm == math.inf):
         raise PrivacyConfigError(
-            f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may underflow, and "
-            f"{NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; not {max_grad_norm}"
+            f"max_grad_norm must be between {SMALLEST_BOUND:g}, below which products in fp32 may "
+            f"underflow, and {NEVER_CLIPS:g}, above which norms overflow, or inf for no clipping; "
+            f"not {max_grad_norm}"
         )
 
 
@@ -438,22 +479,26 @@ def dtype_of_sums(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
     """Returns the dtype of norms and products: fp64 for a model of fp64, else fp32.
 
     Raises:
-        PrivacyConfigError: parameters ask for both: a product of fp64 layers may overflow a sum in fp32.
+        PrivacyConfigError: parameters ask for both: a product of fp64 layers may overflow an fp32
+            sum.
     """
-    by_dtype = {wide_dtype(p.dtype): name for name, p in parameters.items()}
-    if len(by_dtype) > 1:
+    name_by_dtype = {wide_dtype(p.dtype): name for name, p in parameters.items()}
+    if len(name_by_dtype) > 1:
         raise PrivacyConfigError(
-            f"{' and '.join(sorted(by_dtype.values()))} are of dtypes whose sums have different precision: train a model in "
-            "float64 as a whole, or none of it"
+            f"{' and '.join(sorted(name_by_dtype.values()))} are of dtypes whose sums have "
+            "different precision: train a model in float64 as a whole, or none of it"
         )
-    return next(iter(by_dtype))
+    return next(iter(name_by_dtype))
 
 
-def smallest(numel: Mapping[str, int], room: int) -> set[str]:
-    """Returns the smallest parameters, as many as fit into `room` numbers: shapes alone decide, never an example."""
-    by_size = sorted(numel, key=lambda name: (numel[name], name))
-    ends = itertools.accumulate(numel[name] for name in by_size)
-    return {name for name, end in zip(by_size, ends, strict=True) if end <= room}
+def smallest_parameters(numel: Mapping[str, int], room: int) -> set[str]:
+    """Returns the names of the smallest parameters, as many as fit into `room` numbers.
+
+    Shapes alone decide, never an example.
+    """
+    names = sorted(numel, key=lambda name: (numel[name], name))
+    ends = itertools.accumulate(numel[name] for name in names)
+    return {name for name, end in zip(names, ends, strict=True) if end <= room}
 
 
 def num_rows(inputs: Mapping[str, Tensor]) -> int:
@@ -466,27 +511,34 @@ def tensors_in(part: Contribution) -> list[Tensor]:
     return [x for x in vars(part).values() if isinstance(x, Tensor)]
 
 
-def require_unwritten(writes: Writes, who: str) -> None:
-    """
+def require_unwritten(writes: Writes, writer: str) -> None:
+    """Refuses tensors that were written to since `writes` was taken.
+
     Raises:
-        PrivacyConfigError: a tensor was written to since: the norm would not be that of what is summed.
+        PrivacyConfigError: one was, so the norm would not be that of the summed gradient; `writer`
+            begins the message.
     """
     for name, tensor, count in writes:
         if writes_to(tensor) != count:
             raise PrivacyConfigError(
-                f"{who} writes in place to what clipping still needs of {name} (a gradient, an output, an input): write to a copy"
+                f"{writer} writes in place to what clipping still needs of {name} (a gradient, an "
+                "output, an input): write to a copy"
             )
 
 
 def require_equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:
-    """
+    """Refuses tensors that were computed twice and differ in a bit.
+
     Raises:
-        PrivacyConfigError: tensors that were computed twice differ in a bit.
+        PrivacyConfigError: they differ.
     """
     if not all(torch.equal(x, y) for x, y in zip(first, second, strict=True)):
         raise PrivacyConfigError(NOT_REPEATED)
 
 
 def needs_blanking(is_finite_B: Tensor) -> bool:
-    """Whether the rows have to be gone through. Waits for the device on CPU only; on CUDA the answer is always yes."""
+    """Returns whether the rows have to be gone through.
+
+    Waits for the device on CPU only; on CUDA the answer is always yes.
+    """
     return is_finite_B.is_cuda or (not is_finite_B.is_meta and not bool(is_finite_B.all()))

@@ -1,16 +1,9 @@
-"""Taps inside compiled blocks: what recorder.py's autograd function does, as operations that torch.compile leaves alone.
+"""Taps inside compiled blocks: recorder.py's autograd function as operations for torch.compile.
 
-`block.compile()` traces the hooks of the layers in it. Under the tracer a hook calls `tap`: the opaque operation `called`, and
-an identity whose backward has the opaque operation `report`. The compiler schedules both but looks into neither, so a block
-stays one graph, without a graph break, and the blocks of a model, which differ in nothing but the number in a tensor (`key`),
-share it. `report`'s result is the (zero) gradient of the recorder's root, which keeps the compiler from dropping it as dead code.
-
-The compiler also makes one operation of two with equal arguments. A layer that is called twice on one input, and whose outputs
-are added, would report one gradient of two. So each call makes a key of its own for its report.
-
-A compiled backward computes the gradients of everything that requires one, weights included. So for the time of a clipped
-forward the parameters of compiled blocks do not require gradients (`weights_at_rest`). The compiler may use the memory of a
-tensor again once it has been reported, so those that are kept are copied first (`contributions.owned`), and no others are.
+`block.compile()` traces the hooks of the layers in it. Under the tracer a hook calls `tap`: the
+opaque operation `called`, and an identity whose backward has the opaque operation `report`. The
+compiler schedules both and looks into neither, so a block stays one graph, and the blocks of a
+model, which differ only in the number in a tensor (`key`), share it.
 """
 
 import itertools
@@ -27,14 +20,14 @@ from .rules import KEEPS, RULES
 
 
 class CompiledTap:
-    """What one layer's opaque operations call.
+    """The callbacks of one layer's opaque operations.
 
     Args:
         on_call: (input, output) of each forward; may refuse by raising.
         on_gradient: (input, gradient with respect to the output) of each backward.
     """
 
-    _known: ClassVar[WeakValueDictionary[int, "CompiledTap"]] = WeakValueDictionary()
+    _taps: ClassVar[WeakValueDictionary[int, "CompiledTap"]] = WeakValueDictionary()
     _numbers = itertools.count()
 
     def __init__(
@@ -43,19 +36,21 @@ class CompiledTap:
         on_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
         number = next(self._numbers)
-        self._known[number] = self
-        self.on_call, self.on_gradient = on_call, on_gradient
+        self._taps[number] = self
+        self.on_call = on_call
+        self.on_gradient = on_gradient
         self.num_calls = torch.tensor(0)
-        self.key = torch.tensor(
-            number
-        )  # a tensor, because the compiler would make a graph of its own for each int
+        # A tensor, because the compiler would make a graph of its own for each int.
+        self.key = torch.tensor(number)
 
     @classmethod
     def of(cls, key: Tensor) -> "CompiledTap":
-        return cls._known[int(key)]
+        """Returns the tap of a key."""
+        return cls._taps[int(key)]
 
 
-# A process may hold the clone's package and the installed one; torch has one operation of each name, the one that came last.
+# A process may hold the clone's package and the installed one; torch has one operation of each
+# name, the one that came last.
 _OPERATIONS = f"{__name__.partition('.')[0]}_clipping"
 
 
@@ -63,12 +58,16 @@ _OPERATIONS = f"{__name__.partition('.')[0]}_clipping"
 def _called(output: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> Tensor:
     num_calls += 1
     CompiledTap.of(key).on_call(x, output)
+    # A key of its own for each call. The compiler makes one operation of two with equal arguments,
+    # so a layer that is called twice on one input would report one gradient of two.
     return key.clone()
 
 
 @torch.library.custom_op(f"{_OPERATIONS}::report", mutates_args=())
 def _report(gradient: Tensor, x: Tensor, key: Tensor) -> Tensor:
     CompiledTap.of(key).on_gradient(x, gradient)
+    # The gradient of the recorder's root, without which the compiler would drop the operation as
+    # dead code.
     return torch.zeros((), device=gradient.device)
 
 
@@ -96,48 +95,59 @@ class _Tap(torch.autograd.Function):
 
 
 def tap(output: Tensor, root: Tensor, x: Tensor, key: Tensor, num_calls: Tensor) -> Tensor:
-    """`output`, with a gradient that is reported on its way back. For hooks under the compiler's tracer.
+    """Returns the output with a gradient that is reported on its way back.
+
+    It serves hooks under the compiler's tracer.
 
     Args:
-        num_calls: () integers, which each call counts up: so the compiler neither drops nor moves it.
+        num_calls: () integer, which each call counts up, so that the compiler neither drops nor
+            moves the call.
     """
     key_of_call = _called(output.detach(), x.detach(), key, num_calls)
-    result: Tensor = _Tap.apply(output, root, x.detach(), key_of_call)  # type: ignore[no-untyped-call]  # torch's
-    return result
+    arguments = (output, root, x.detach(), key_of_call)
+    tapped: Tensor = _Tap.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+    return tapped
 
 
 def compiled_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable parameters inside compiled modules.
+    """Returns the trainable parameters inside compiled modules.
 
     Raises:
-        PrivacyConfigError: one of them is read without a layer; stand-ins for such parameters cannot be compiled.
+        PrivacyConfigError: one of them is read without a layer; stand-ins for such parameters
+            cannot be compiled.
     """
     weights: dict[int, nn.Parameter] = {}
     for path, block in model.named_modules():
-        # Neither `module.compile()` nor `torch.compile(module)` leaves a public mark; tests compile and look.
+        # Neither `module.compile()` nor `torch.compile(module)` leaves a public mark; tests compile
+        # and look.
         if block._compiled_call_impl is None and type(block).__name__ != "OptimizedModule":
             continue
-        for name, module in block.named_modules():
+        for module_path, module in block.named_modules():
             for local, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and (type(module) not in RULES or type(module) in KEEPS):
-                    whole = ".".join(filter(None, (path, name, local)))
-                    what = (
-                        "is read without a layer"
-                        if type(module) not in RULES
-                        else "needs more than its layer's input"
-                    )
+                if not parameter.requires_grad:
+                    continue
+                reason = ""
+                if type(module) not in RULES:
+                    reason = "is read without a layer"
+                elif type(module) in KEEPS:
+                    reason = "needs more than its layer's input"
+                if reason:
+                    name = ".".join(filter(None, (path, module_path, local)))
                     raise PrivacyConfigError(
-                        f"{whole} {what}, which cannot be compiled with clipping on; do not compile "
-                        f"{path or 'the model'}, or compile its parts that have no such parameter"
+                        f"{name} {reason}, which cannot be compiled with clipping on; do not "
+                        f"compile {path or 'the model'}, or compile its parts that have no such "
+                        "parameter"
                     )
-                if parameter.requires_grad:
-                    weights[id(parameter)] = parameter
+                weights[id(parameter)] = parameter
     return list(weights.values())
 
 
 @contextmanager
 def weights_at_rest(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """These parameters require no gradient inside."""
+    """Keeps these parameters from requiring gradients inside the context.
+
+    A compiled backward computes the gradients of everything that requires one, weights included.
+    """
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:

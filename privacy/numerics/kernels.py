@@ -1,4 +1,7 @@
-"""The Triton kernel behind `contributions.blanked`, which explains it. Importing this file needs Triton."""
+"""The Triton kernel of `per_example_gradients.blank_rows_`, which explains it.
+
+Importing this file needs Triton.
+"""
 
 import triton
 import triton.language as tl
@@ -10,7 +13,7 @@ ROW_BLOCK = 1024
 def zero_excluded_rows(  # type: ignore[no-untyped-def]
     x, y, is_excluded_B, x_row_size, y_row_size, BLOCK: tl.constexpr
 ):
-    """One program per row of x and y, (B, row size) each, contiguous."""
+    """Zeroes the excluded rows of x and y, (B, row size) each, contiguous; one program per row."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(is_excluded_B + row) != 0:
         for start in range(0, x_row_size, BLOCK):

@@ -1,26 +1,8 @@
-"""Norms and sums keep their own precision, whatever the model computes in (contract 6); what underflow hides is bounded.
+"""The precision of norms and sums, whatever the model computes in (contract 6), and of underflow.
 
-Squares of small numbers are nothing: with inputs of 3e17 and output gradients of 2e-23 the Gram matrix of the gradients is all
-zeros in fp32, and the example, whose gradient is long, would pass unclipped. So each norm comes with h such that what underflow
-took from the squared norm of a sum of contributions i is at most (sum_i h_i)^2.
-
-Let eta = 2 tiny, twice the smallest normal number (2^-126 in fp32). An underflowing operation is wrong by at most tiny, even
-where subnormal results are flushed to zero, so a dot product of k terms (k products, k additions) is wrong by at most k eta
-beyond its relative error. (Subnormal inputs that are flushed as well cost tiny sqrt(k) (|x| + |y|), which is below that, or
-below the relative error.) For Gram matrices A of a (width d) and G of g (width p), sum_{s,t} A_st G_st is then wrong by at most
-
-    sum_{s,t} (|a_s| |a_t| p eta + |g_s| |g_t| d eta + d p eta^2 + eta)
-        <= (sqrt(p eta) sum_t |a_t|' + sqrt(d eta) sum_t |g_t|' + T sqrt(eta))^2 = h^2,
-
-where |a_t|' = sqrt(A_tt + d eta) is an upper bound of |a_t| that cannot be zero. For two contributions to one parameter the
-same sum runs over s of one and t of the other, which gives h_i h_j. Embeddings are the case |a_t| = 1 with an exact A, and a
-written-out gradient of n numbers has h = sqrt(n eta); its products with other contributions are within h_i h_j too, or within
-their relative error. The lengths |a_t|' |g_t|' also replace the gross norm, which must not be zero either.
-
-Where a length is above 1.8e19, its square overflows: to infinity or NaN, which gives the example the weight zero.
-
-Settings of torch are lifted (`exact`). What libraries read from the environment is not seen there, so products are tried
-(`require_exact_products`): whole numbers that have no other sum, in any order of additions, than the exact one.
+Settings of torch that reduce it are lifted (`exact`). Settings of libraries are not seen there, so
+products are tried: whole numbers whose sum is the exact one in any order of additions
+(`require_exact_products`). Each norm comes with a bound on what underflow hides (docs/sums.md).
 """
 
 import functools
@@ -51,12 +33,13 @@ TERMS = 256
 
 @functools.cache
 def has_fp32_products_of_bf16(device: torch.device) -> bool:
-    """Whether matrix products of bf16 come in fp32 without fp32 copies of the matrices: on CUDA, where this torch can.
+    """Returns whether matrix products of bf16 come in fp32 without fp32 copies of the matrices.
 
-    Tried once, with each form that clipping uses, on odd sizes and on a transposed operand. A fall-back is said.
+    They do on CUDA, where this torch can. It is tried once, with each form that clipping uses, on
+    odd sizes and on a transposed operand; a warning says where it cannot.
 
     Raises:
-        RuntimeError: of another kind than that there is no such product, such as no memory, which is no answer.
+        RuntimeError: an error of another kind, such as of memory, which is no answer.
     """
     if device.type != "cuda":
         return False
@@ -67,14 +50,16 @@ def has_fp32_products_of_bf16(device: torch.device) -> bool:
         torch.mm(x[0].t(), x[0], out_dtype=torch.float32)
         torch.addmm(total, x[0].t(), x[0], out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError) as error:
-        said = str(error).partition("\n")[0]
-        known = isinstance(
-            error, TypeError | NotImplementedError
-        )  # an older torch; a device without the operation
-        if not known and "not supported" not in said.lower().replace("_", " "):
+        message = str(error).partition("\n")[0]
+        # An older torch; a device without the operation.
+        is_unsupported = isinstance(error, TypeError | NotImplementedError)
+        if not is_unsupported and "not supported" not in message.lower().replace("_", " "):
             raise
-        slow = "clipping makes them from fp32 copies, several times slower"
-        warnings.warn(f"no fp32 products of bf16 on {device}, so {slow} ({said})", stacklevel=2)
+        warnings.warn(
+            f"no fp32 products of bf16 on {device}, so clipping makes them from fp32 copies, "
+            f"several times slower ({message})",
+            stacklevel=2,
+        )
         return False
     return True
 
@@ -82,8 +67,10 @@ def has_fp32_products_of_bf16(device: torch.device) -> bool:
 def require_exact_products(
     device: torch.device, dtype: torch.dtype, shapes: Iterable[torch.Size] = ()
 ) -> None:
-    """Tries matrix products once per process, device and dtype, and on accelerators, whose libraries choose kernels by size, for
-    each shape; with fp32 those of bf16 too, where there are any.
+    """Refuses a device whose matrix products of whole numbers are not exact.
+
+    They are tried once per process, device and dtype, and on accelerators, whose libraries choose
+    kernels by size, for each shape; with fp32 those of bf16 too, where there are any.
 
     Args:
         dtype: fp32 or fp64; that of norms and sums.
@@ -100,104 +87,127 @@ def require_exact_products(
     dtypes = [dtype]
     if dtype == torch.float32 and has_fp32_products_of_bf16(device):
         dtypes.append(torch.bfloat16)
-    for tried, (p, d) in itertools.product(dtypes, sorted(sizes)):
+    for tried_dtype, (p, d) in itertools.product(dtypes, sorted(sizes)):
         with torch.no_grad(), exact(device):
-            wrong = _inexact_product(device, tried, p, d)
-        if wrong:
-            forced = [
-                f"{name}={value}"
-                for name, value in os.environ.items()
-                if name.startswith(FORCED_BY)
-            ]
+            products = _inexact_product(device, tried_dtype, p, d)
+        if products:
+            variables = []
+            for name, setting in os.environ.items():
+                if name.startswith(FORCED_BY):
+                    variables.append(f"{name}={setting}")
+            cause = ", ".join(variables) or "what lets this library compute with fewer bits"
             raise PrivacyConfigError(
-                f"{wrong} of {tried} matrices are not exact on {device} ({p} x {d}), so norms and sums would not be what the "
-                f"guarantee assumes: unset {', '.join(forced) or 'what lets this library compute with fewer bits'}"
+                f"{products} of {tried_dtype} matrices are not exact on {device} ({p} x {d}), so "
+                f"norms and sums would not be what the guarantee assumes: unset {cause}"
             )
 
 
 @functools.cache
 def _inexact_product(device: torch.device, dtype: torch.dtype, p: int, d: int) -> str:
-    """The kind of product of whole numbers (p, TERMS) and (TERMS, d) that is not exact; empty where all are.
+    """Returns the kinds of products of whole numbers that are not exact; empty where all are.
 
-    Half as many bits as the dtype has in both operands, all of them in one, and sums of many terms; every partial sum is below
-    2^24 (2^53 in fp64). Every second term is a large number times zero, for emulations that share an exponent.
+    The operands are (p, TERMS) and (TERMS, d): half as many bits as the dtype has in both, all of
+    them in one, and sums of many terms. Every partial sum is below 2^24 (2^53 in fp64). Every
+    second term is a large number times zero, for emulations that share an exponent.
     """
-    bits, kept = (
-        (8, 24) if dtype == torch.bfloat16 else (1 - round(math.log2(torch.finfo(dtype).eps)),) * 2
-    )
-    generator, k = torch.Generator().manual_seed(0), torch.arange(TERMS)[:, None]
+    if dtype == torch.bfloat16:
+        bits = 8
+        bits_of_sum = 24
+    else:
+        bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+        bits_of_sum = bits
+    generator = torch.Generator().manual_seed(0)
+    k = torch.arange(TERMS)[:, None]
 
     def odd(num_bits: int, count: int) -> Tensor:
         numbers = torch.randint(2 ** (num_bits - 1), 2**num_bits, (count,), generator=generator) | 1
         return numbers.to(device, dtype)
 
-    half, few = min(bits, kept // 2), min(bits, (kept - 8) // 2)
-    for x_bits, y_bits, count in (
-        (half, half, 1),
+    half_bits = min(bits, bits_of_sum // 2)
+    few_bits = min(bits, (bits_of_sum - 8) // 2)
+    cases = (
+        (half_bits, half_bits, 1),
         (bits, 1, 1),
         (1, bits, 1),
-        (few, few, TERMS // 2),
-    ):
-        a_p, b_d = odd(x_bits, p), odd(y_bits, d)
-        is_term = (k % 2 == 0) if count > 1 else (k == torch.arange(p) * 2 % TERMS)
+        (few_bits, few_bits, TERMS // 2),
+    )
+    for x_bits, y_bits, count in cases:
+        a_p = odd(x_bits, p)
+        b_d = odd(y_bits, d)
+        is_term = k % 2 == 0
+        if count == 1:
+            is_term = k == torch.arange(p) * 2 % TERMS
         x_Np = torch.where(is_term.to(device), a_p, 0)
         x_Np[1::2] = 0.0 if dtype == torch.bfloat16 else 2.0**60
         y_Nd = b_d.repeat(TERMS, 1)
         y_Nd[1::2] = 0.0
         wide = wide_dtype(dtype)
         out: dict[str, Any] = {} if wide == dtype else {"out_dtype": wide}
-        right_pd = (
-            count * a_p.to(wide)[:, None] * b_d.to(wide)
-        )  # single numbers: no library of matrices
-        x_2np, y_2nd = x_Np.view(2, -1, p), y_Nd.view(2, -1, d)
-        is_right = {  # one at a time: a vocabulary times a width is large
-            "mm": torch.equal(torch.mm(x_Np.t().contiguous(), y_Nd, **out), right_pd),
-            "mm of transposed": torch.equal(torch.mm(x_Np.t(), y_Nd, **out), right_pd),
-            "bmm": torch.equal(torch.bmm(x_2np.transpose(1, 2), y_2nd, **out).sum(0), right_pd),
-            "addmm": not torch.addmm(-right_pd, x_Np.t(), y_Nd, **out).any(),
-            "mv": bool(out) or torch.equal(torch.mv(x_Np.t(), y_Nd[:, 0]), right_pd[:, 0]),
-        }
-        if not all(is_right.values()):
-            return f"products ({', '.join(name for name, right in is_right.items() if not right)})"
+        # Products of single numbers, for which no library of matrices is called.
+        exact_pd = count * a_p.to(wide)[:, None] * b_d.to(wide)
+        x_2np = x_Np.view(2, -1, p)
+        y_2nd = y_Nd.view(2, -1, d)
+        x_pN = x_Np.t()
+        # One product at a time: a vocabulary times a width is large.
+        is_exact: dict[str, bool] = {}
+        is_exact["mm"] = torch.equal(torch.mm(x_pN.contiguous(), y_Nd, **out), exact_pd)
+        is_exact["mm of transposed"] = torch.equal(torch.mm(x_pN, y_Nd, **out), exact_pd)
+        bmm_pd = torch.bmm(x_2np.transpose(1, 2), y_2nd, **out).sum(0)
+        is_exact["bmm"] = torch.equal(bmm_pd, exact_pd)
+        del bmm_pd
+        is_exact["addmm"] = not torch.addmm(-exact_pd, x_pN, y_Nd, **out).any()
+        # torch.mv has no out_dtype.
+        if not out:
+            is_exact["mv"] = torch.equal(torch.mv(x_pN, y_Nd[:, 0]), exact_pd[:, 0])
+        inexact_kinds = [name for name, is_equal in is_exact.items() if not is_equal]
+        if inexact_kinds:
+            return f"products ({', '.join(inexact_kinds)})"
     return ""
 
 
 @contextmanager
 def exact(device: torch.device) -> Iterator[None]:
-    """Inside, fp32 is fp32: no autocast, and no matrix product in TF32 or bf16 passes. Settings are put back afterwards.
+    """Computes fp32 as fp32 inside: no autocast, no matrix product in TF32 or bf16 passes.
 
-    A norm that TF32 rounds to 10 bits may read low by 1e-3, all of the slack r, and no rounding bound here knows of it. The
-    model's own forward and backward may use TF32: what is summed is what they gave. So may cuDNN's convolutions, which no rule
-    calls.
+    Settings are put back afterwards. A norm that TF32 rounds to 10 bits may read low by 1e-3, all
+    of the slack r, and no rounding bound covers it. The model's own forward and backward may use
+    TF32: their gradients are summed as they are. So may cuDNN's convolutions, which no rule calls.
 
     Raises:
-        PrivacyConfigError: reduced precision was switched on by a setting that cannot be lifted and put back.
+        PrivacyConfigError: reduced precision was switched on by a setting that cannot be lifted and
+            put back.
     """
     try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError as error:  # torch's answer when it was not set in this way
+        precision = torch.get_float32_matmul_precision()
+    # torch's answer when it was not set in this way.
+    except RuntimeError as error:
         raise PrivacyConfigError(
-            "fp32 matrix products were given a reduced precision through torch.backends.*.fp32_precision, under which "
-            "per-example norms would not be fp32; use torch.set_float32_matmul_precision, whose setting is lifted for them"
+            "fp32 matrix products were given a reduced precision through "
+            "torch.backends.*.fp32_precision, under which per-example norms would not be fp32; use "
+            "torch.set_float32_matmul_precision, whose setting is lifted for them"
         ) from error
+    # On meta tensors shapes are counted.
+    device_type = "cpu" if device.type == "meta" else device.type
     try:
-        if before != "highest":
+        if precision != "highest":
             torch.set_float32_matmul_precision("highest")
-        with torch.autocast(
-            "cpu" if device.type == "meta" else device.type, enabled=False
-        ):  # meta: shapes are counted
+        with torch.autocast(device_type, enabled=False):
             yield
     finally:
-        if before != "highest":
-            torch.set_float32_matmul_precision(before)
+        if precision != "highest":
+            torch.set_float32_matmul_precision(precision)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 whatever the compute dtype, and fp64 for fp64: what norms, Gram matrices and per-example gradients are in."""
+    """Returns the dtype of norms, Gram matrices and per-example gradients.
+
+    It is fp64 for fp64, else fp32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def wide(x: Tensor) -> Tensor:
+    """Returns x in `wide_dtype`."""
     return x.to(wide_dtype(x.dtype))
 
 
@@ -206,15 +216,17 @@ class Norm(NamedTuple):
 
     Attributes:
         squared_B: the squared norm as computed.
-        gross_B: sum_t |a_t| |g_t|, the norm if no two tokens cancelled; it scales every rounding error.
-        hidden_B: h of the module docstring; a number where it is the same for all examples.
+        gross_B: sum_t |a_t| |g_t|, the norm if no two tokens cancelled; it scales every rounding
+            error.
+        underflow_B: h, a bound on what underflow hides (docs/sums.md); a number where it is the
+            same for all examples.
     """
 
     squared_B: Tensor
     gross_B: Tensor
-    hidden_B: Tensor | float
+    underflow_B: Tensor | float
 
 
-def hidden(num_terms: int, dtype: torch.dtype) -> float:
-    """sqrt(num_terms eta)."""
+def underflow_bound(num_terms: int, dtype: torch.dtype) -> float:
+    """Returns sqrt(num_terms eta), the bound h for what underflow hides (docs/sums.md)."""
     return math.sqrt(num_terms * 2 * torch.finfo(dtype).tiny)

@@ -24,7 +24,7 @@ from ..ranks import clock, collectives
 from ..ranks.engine import Engine, GradShard, to_device
 from ..sampling.poisson import Sampler
 from ..sums.reduction import reduce_to_owners
-from ..sums.totals import real_
+from ..sums.totals import real_numbers_
 
 
 class StepLedger(Protocol):
@@ -141,7 +141,7 @@ def train_step(
             deviation = deviation_in_units(noise_std, clipped.exponent)
             add_noise(shards[number].values, deviation, mechanism.noise)
             shards[number] = shards[number]._replace(
-                values=real_(shards[number].values, clipped.exponent)
+                values=real_numbers_(shards[number].values, clipped.exponent)
             )
         # The public constant, never the realised batch size.
         shards[number].values.div_(plan.expected_batch_size)

@@ -1,4 +1,7 @@
-"""Accumulators: where the sums of a logical batch gather, micro-batch after micro-batch; here whole, in this process."""
+"""Accumulators: where the sums of a logical batch gather, micro-batch after micro-batch.
+
+`LocalSums` keeps them in this process, without communication; `sharded.py` deals them to ranks.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Self
@@ -8,18 +11,21 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from .grid import SHORT, Grid, Unit
-from .totals import Slot, Total, add_together, blocks, real
+from .totals import Slot, Total, add_together, blocks, real_numbers
 
 BLOCK_COORDINATES = 1 << 23
-"""Sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in its heap (privacy/ranks/allocator.py)."""
+"""Coordinates of sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in
+its heap (privacy/ranks/allocator.py)."""
 
 
 class Accumulator:
-    """Takes one micro-batch after the other: `start`, then `slot` and `filled` for each parameter, then `finish`.
+    """Takes the micro-batches one after the other.
+
+    For each: `start`, then `slot` and `complete` for each parameter, then `finish`.
 
     Attributes:
-        leaves_process: whether values that depend on gradients leave the process before the logical batch is complete: then
-            its intent comes first (contract 9).
+        leaves_process: whether values that depend on gradients leave the process before the logical
+            batch is complete: then its intent comes first (contract 9).
         shapes: of the parameters whose sums gather here.
         unit: that of the sums; None for fp64.
     """
@@ -28,16 +34,19 @@ class Accumulator:
     unit: Unit | None
 
     def __init__(self, shapes: Mapping[str, torch.Size], grid: Grid, device: torch.device) -> None:
-        self.shapes, self._grid, self.device = dict(shapes), grid, device
+        self.shapes = dict(shapes)
+        self._grid = grid
+        self.device = device
         self.sum_dtype = torch.float64 if grid.layout == "float64" else torch.int64
         self.zero_(None)
 
     def zero_(self, unit: Unit | None) -> None:
         """Starts a new logical batch."""
-        self.unit, self._num_rows = unit, 0
+        self.unit = unit
+        self._num_rows = 0
 
     def start(self, num_rows: int) -> None:
-        """A micro-batch of `num_rows` examples begins, padding included.
+        """Begins a micro-batch of `num_rows` examples, padding included.
 
         Raises:
             PrivacyConfigError: more rows than there is room for.
@@ -45,30 +54,33 @@ class Accumulator:
         self._num_rows += num_rows
         if self._grid.rows is not None and self._num_rows > self._grid.rows:
             raise PrivacyConfigError(
-                f"a logical batch of {self._num_rows:,} rows passes the {self._grid.rows:,} for which its sums have room: say "
-                "how many there may be (cap, rows)"
+                f"a logical batch of {self._num_rows:,} rows passes the {self._grid.rows:,} for "
+                "which its sums have room: say how many there may be (cap, rows)"
             )
 
     def slot(self, name: str) -> Slot:
-        """Where this micro-batch's contribution is to be added."""
+        """Returns where this micro-batch's contribution to a parameter is to be added."""
         raise NotImplementedError
 
-    def filled(self, name: str) -> None:
-        """The contribution is complete. Not called for a parameter that has none."""
+    def complete(self, name: str) -> None:
+        """Takes note that a contribution is complete; parameters without one are never filled."""
 
     def add_short(self, sums: dict[str, Tensor], num_examples: int) -> dict[str, Tensor]:
-        """Adds contributions of parameters of few numbers; returns those that have to wait for their turn.
+        """Adds contributions of parameters of few numbers.
 
         Args:
             sums: parameter name -> (n,) fp64.
+
+        Returns:
+            Those contributions that have to wait for their turn.
         """
         return sums
 
     def finish(self) -> None:
-        """The micro-batch is complete."""
+        """Ends the micro-batch."""
 
-    def squared_distance(self, other: Self) -> float:
-        """Returns the squared L2 distance, in units, of the sums in `other`, which has the same grid.
+    def squared_distance(self, sums: Self) -> float:
+        """Returns the squared L2 distance, in units, to other sums of the same grid.
 
         Collective where sums of all ranks gather.
         """
@@ -79,76 +91,86 @@ MakeAccumulator = Callable[[Mapping[str, torch.Size], Grid, torch.device], Accum
 
 
 class LocalSums(Accumulator):
-    """Whole sums in this process. They are made when they are needed, and go as they are read (`take`)."""
+    """Sums of all coordinates in this process: made when needed, and freed as `take` reads them."""
 
     def zero_(self, unit: Unit | None) -> None:
+        """Starts a new logical batch."""
         super().zero_(unit)
         self._is_taken = False
         self._totals: dict[str, Total] = {}
 
     def start(self, num_rows: int) -> None:
+        """Begins a micro-batch, and makes the sums for the first one."""
         super().start(num_rows)
         self._make()
 
     def _make(self) -> None:
-        """All that is not there, in blocks that malloc takes from the system and gives back one by one as sums are taken.
+        """Makes the sums that do not exist yet, in blocks.
 
-        (What it takes from its heap stays in pieces: a sum of 6 bytes leaves no room for a gradient of 8.)
+        malloc takes such blocks from the system, and gives them back one by one as sums are taken.
+        (Blocks of its heap would stay in pieces: a sum of 6 bytes leaves no room for a gradient of
+        8.)
         """
         names = [name for name in self.shapes if name not in self._totals]
-        short = [
-            name for name in names if self.shapes[name].numel() <= SHORT
-        ]  # together, for `add_together`
-        blocks, count = [short], BLOCK_COORDINATES
+        # In one allocation, as `add_together` needs it.
+        short_names = [name for name in names if self.shapes[name].numel() <= SHORT]
+        blocks = [short_names]
+        count = BLOCK_COORDINATES
         for name in names:
-            if name not in short:
-                if count >= BLOCK_COORDINATES:
-                    blocks.append([])
-                    count = 0
-                blocks[-1].append(name)
-                count += self.shapes[name].numel()
+            if name in short_names:
+                continue
+            if count >= BLOCK_COORDINATES:
+                blocks.append([])
+                count = 0
+            blocks[-1].append(name)
+            count += self.shapes[name].numel()
         for block in blocks:
             counts = [self.shapes[name].numel() for name in block]
             layout = self._grid.layout_of(max(counts, default=0))
-            self._totals |= zip(
-                block, Total.zeros(counts, layout, self.unit, self.device), strict=True
-            )
+            totals = Total.zeros(counts, layout, self.unit, self.device)
+            self._totals |= zip(block, totals, strict=True)
 
     def slot(self, name: str) -> Slot:
+        """Returns where this micro-batch's contribution to a parameter is to be added."""
         self._totals[name].make_room()
         return Slot(self._totals[name])
 
     def add_short(self, sums: dict[str, Tensor], num_examples: int) -> dict[str, Tensor]:
-        """Adds all of them by few operations."""
+        """Adds all contributions by few operations; none has to wait."""
         if sums:
             totals = [self.slot(name).total for name in sums]
             add_together(totals, list(sums.values()), num_examples)
         return {}
 
-    def squared_distance(self, other: Self) -> float:
-        """See `Accumulator.squared_distance`."""
+    def squared_distance(self, sums: Self) -> float:
+        """Returns the squared L2 distance, in units, to other sums of the same grid."""
         squared = 0.0
         for name, shape in self.shapes.items():
             for block in blocks(shape.numel(), BLOCK_COORDINATES):
-                difference = self._totals[name].read(block) - other._totals[name].read(block)
+                difference = self._totals[name].read(block) - sums._totals[name].read(block)
                 squared += float(difference.double().square_().sum())
         return squared
 
     @property
     def names(self) -> list[str]:
+        """Returns the names of the parameters whose sums gather here."""
         return list(self.shapes)
 
     def take(self, name: str) -> Total:
-        """Hands over the sum of a parameter; KeyError the second time, since zeros would pass for a sum."""
-        if not self._totals and not self._is_taken:  # nothing was added
+        """Hands over the sum of a parameter; KeyError the second time, not zeros for a sum."""
+        # No micro-batch was added.
+        if not self._totals and not self._is_taken:
             self._make()
         self._is_taken = True
         return self._totals.pop(name)
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter name, sum in fp64; in int64 for certified arithmetic); this keeps its own."""
+        """Yields (parameter name, sum): fp64, or int64 for certified arithmetic.
+
+        The sums stay here, too.
+        """
         self._make()
         for name in self.shapes:
             total = self._totals[name]
-            values = total.read(slice(None)).view(self.shapes[name])
-            yield name, values if self.unit is None else real(values, self.unit.exponent)
+            numbers = total.read(slice(None)).view(self.shapes[name])
+            yield name, numbers if self.unit is None else real_numbers(numbers, self.unit.exponent)

@@ -1,22 +1,21 @@
-"""`train.accumulation = "sharded"`: no rank ever holds the whole clipped sum, for models whose sum does not fit with them.
+"""`train.accumulation = "sharded"`: no rank ever holds the sums of all coordinates.
 
-Parameters are dealt, from the last to the first as a backward pass finds them, into buckets. As soon as a micro-batch's
-contribution to every parameter of a bucket is known, the bucket is summed over ranks by a reduce-scatter; each rank keeps an
-equal part of every bucket and adds up the micro-batches there. After the last micro-batch the parts go to the owners of the
-coordinates, who may be others: an optimizer's shards follow their own rules.
+Parameters are dealt, from the last to the first as a backward pass reaches them, into buckets. As
+soon as a micro-batch's contribution to every parameter of a bucket is known, a reduce-scatter sums
+the bucket over ranks; each rank keeps an equal part of every bucket and adds up the micro-batches
+there. After the last micro-batch the parts go to the owners of the coordinates, who may be other
+ranks: an optimizer's shards follow their own rules.
 
-Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 8 bytes per coordinate of one bucket (of the largest
-parameter, if that is larger), in place of 6 or 8 bytes for every coordinate of the model. Traffic: one reduce-scatter of the
-model, 8 bytes a coordinate, for every micro-batch, and one exchange of a rank's part for every logical batch.
+Memory: 8 bytes for each of a rank's 1/world_size of the coordinates, and 8 bytes per coordinate of
+one bucket (of the largest parameter, if that is larger), in place of 6 or 8 bytes for every
+coordinate of the model. Traffic: one reduce-scatter of the model, 8 bytes a coordinate, for every
+micro-batch, and one exchange of a rank's part for every logical batch.
 
-Each rank rounds before anything leaves it, and whole numbers travel and are added (contracts 4 and 6); without a grid all of it
-is fp64.
-
-Every rank issues the same collectives in the same order, whatever its examples are: buckets are reduced strictly one after the
-other, and those that a micro-batch leaves incomplete (parameters without a gradient) when it ends. Nothing depends on data.
-
-Sums leave the process with every micro-batch, so the ledger's intent comes before the first (contract 9,
-`privacy/step/step.py`)."""
+Each rank rounds before anything leaves it, and whole numbers travel and are added (contracts 4 and
+6); without a grid they are fp64. Every rank issues the same collectives in the same order, whatever
+its examples are. Sums leave the process with every micro-batch, so the ledger's intent comes before
+the first (contract 9).
+"""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,13 @@ BUCKET_COORDINATES = 1 << 24
 
 
 class _Bucket:
-    """Consecutive parameters, flattened one after the other and padded to equal parts per rank."""
+    """Consecutive parameters, flattened one after the other and padded to equal parts per rank.
+
+    Attributes:
+        part: coordinates that each rank keeps.
+        waiting: names of parameters whose contribution is not complete yet.
+        sums: of the current micro-batch on this rank; None before its first contribution.
+    """
 
     def __init__(self, shapes: Mapping[str, torch.Size], world_size: int) -> None:
         ends = itertools.accumulate(shape.numel() for shape in shapes.values())
@@ -50,13 +55,13 @@ class _Bucket:
         self.sums: Tensor | None = None
 
     def pieces(self, rank: int) -> list[Piece]:
-        """The coordinates that `rank` keeps."""
-        whole = [Piece(name, 0, shape.numel()) for name, shape in self.shapes.items()]
-        return runs(whole, [rank * self.part, (rank + 1) * self.part])[0]
+        """Returns the coordinates that `rank` keeps."""
+        parameters = [Piece(name, 0, shape.numel()) for name, shape in self.shapes.items()]
+        return runs(parameters, [rank * self.part, (rank + 1) * self.part])[0]
 
 
 class ShardedSums(Accumulator):
-    """See the module docstring, and `privacy.sums.local.Accumulator` for the methods."""
+    """Sums whose parts the ranks keep; `privacy.sums.local.Accumulator` explains the methods."""
 
     leaves_process = True
 
@@ -77,44 +82,53 @@ class ShardedSums(Accumulator):
         super().__init__(shapes, grid, device)
 
     def zero_(self, unit: Unit | None) -> None:
+        """Starts a new logical batch."""
         super().zero_(unit)
-        self._kept = [
+        self._parts = [
             torch.zeros(b.part, dtype=self.sum_dtype, device=self.device) for b in self._buckets
         ]
 
     def start(self, num_rows: int) -> None:
+        """Begins a micro-batch, for which all buckets are empty."""
         super().start(num_rows)
         self._next = 0
         for bucket in self._buckets:
-            bucket.waiting, bucket.sums = set(bucket.shapes), None
+            bucket.waiting = set(bucket.shapes)
+            bucket.sums = None
 
     def slot(self, name: str) -> Slot:
+        """Returns where this micro-batch's contribution to a parameter is to be added."""
         bucket = self._bucket_of[name]
         if bucket.sums is None:
             bucket.sums = torch.zeros(
                 bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device
             )
-        start, shape = bucket.starts[name], bucket.shapes[name]
-        return Slot(Total(bucket.sums[start : start + shape.numel()], unit=self.unit))
+        start = bucket.starts[name]
+        stop = start + bucket.shapes[name].numel()
+        return Slot(Total(bucket.sums[start:stop], unit=self.unit))
 
-    def filled(self, name: str) -> None:
+    def complete(self, name: str) -> None:
+        """Reduces every bucket whose turn has come and whose contributions are complete."""
         self._bucket_of[name].waiting.discard(name)
+        # Strictly one after the other, so that all ranks issue the same collectives in one order.
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
             self._reduce_next()
 
     def finish(self) -> None:
+        """Reduces the buckets that parameters without a gradient leave incomplete."""
         while self._next < len(self._buckets):
             self._reduce_next()
 
-    def squared_distance(self, other: Self) -> float:
-        """See `Accumulator.squared_distance`. Collective."""
+    def squared_distance(self, sums: Self) -> float:
+        """Returns the squared L2 distance, in units, to other sums of the same grid. Collective."""
         squared = torch.zeros(1, dtype=torch.float64)
-        for part, other_part in zip(self._kept, other._kept, strict=True):
+        for part, other_part in zip(self._parts, sums._parts, strict=True):
             squared += (part - other_part).double().square_().sum().cpu()
         return float(collectives.all_reduce_sum(squared))
 
     def _reduce_next(self) -> None:
-        bucket, total = self._buckets[self._next], self._kept[self._next]
+        bucket = self._buckets[self._next]
+        total = self._parts[self._next]
         if bucket.sums is None:
             bucket.sums = torch.zeros(
                 bucket.part * self._world_size, dtype=self.sum_dtype, device=self.device
@@ -126,28 +140,39 @@ class ShardedSums(Accumulator):
         self._next += 1
 
     def to_owners(self, layout: ShardLayout) -> list[GradShard]:
-        """The complete sums, moved to the ranks that own the coordinates; what was kept of them here is freed."""
+        """Moves the complete sums to the ranks that own the coordinates, and frees them here.
+
+        Collective.
+        """
         rank = collectives.rank()
         owned = torch.empty(layout.count(rank), dtype=self.sum_dtype, device=self.device)
         owners = [_placed(layout.owned_by(r)) for r in range(self._world_size)]
         for i, bucket in enumerate(self._buckets):
-            outgoing = [
-                [here for here, _ in _shared(bucket.pieces(rank), owner)] for owner in owners
-            ]
-            incoming = [
-                [there for _, there in _shared(bucket.pieces(r), owners[rank])]
-                for r in range(self._world_size)
-            ]
+            # Spans of this rank's part, in the order of the ranks that own them.
+            outgoing: list[slice] = []
+            send_counts: list[int] = []
+            for owner in owners:
+                spans = [span for span, _ in _shared(bucket.pieces(rank), owner)]
+                send_counts.append(sum(span.stop - span.start for span in spans))
+                outgoing += spans
+            # Spans of `owned`, in the order of the ranks that keep them.
+            incoming: list[slice] = []
+            receive_counts: list[int] = []
+            for r in range(self._world_size):
+                spans = [span for _, span in _shared(bucket.pieces(r), owners[rank])]
+                receive_counts.append(sum(span.stop - span.start for span in spans))
+                incoming += spans
+            part = self._parts[i]
+            # The empty slice gives its dtype to a rank that sends nothing.
+            sent = torch.cat([part[:0], *(part[span] for span in outgoing)])
             received = collectives.exchange(
-                torch.cat(
-                    [self._kept[i][:0], *(self._kept[i][s] for spans in outgoing for s in spans)]
-                ),
-                send_counts=[sum(s.stop - s.start for s in spans) for spans in outgoing],
-                receive_counts=[sum(s.stop - s.start for s in spans) for spans in incoming],
+                sent, send_counts=send_counts, receive_counts=receive_counts
             )
-            self._kept[i] = received.new_empty(0)  # no view, which would keep all of it
+            del part, sent
+            # An empty tensor of its own: a view would keep all of the part in memory.
+            self._parts[i] = received.new_empty(0)
             position = 0
-            for span in itertools.chain.from_iterable(incoming):
+            for span in incoming:
                 length = span.stop - span.start
                 owned[span] = received[position : position + length]
                 position += length
@@ -157,7 +182,10 @@ class ShardedSums(Accumulator):
 def bucket_names(
     shapes: Mapping[str, torch.Size], size: int = BUCKET_COORDINATES
 ) -> list[list[str]]:
-    """The parameters of each bucket, from the last to the first; at least one, and otherwise at most `size` coordinates."""
+    """Returns the parameters of each bucket, from the last to the first.
+
+    A bucket has at least one parameter, and otherwise at most `size` coordinates.
+    """
     buckets: list[list[str]] = [[]]
     count = 0
     for name in reversed(list(shapes)):
@@ -170,25 +198,30 @@ def bucket_names(
 
 
 def _placed(pieces: Sequence[Piece]) -> dict[str, list[tuple[Piece, int]]]:
-    """A rank's pieces by name, each with its place in the rank's buffer."""
-    placed: dict[str, list[tuple[Piece, int]]] = {}
-    for piece, place in zip(
-        pieces, itertools.accumulate((piece.length for piece in pieces), initial=0), strict=False
-    ):
-        placed.setdefault(piece.name, []).append((piece, place))
-    return placed
+    """Returns a rank's pieces by name, each with its place in the rank's buffer."""
+    pieces_by_name: dict[str, list[tuple[Piece, int]]] = {}
+    place = 0
+    for piece in pieces:
+        pieces_by_name.setdefault(piece.name, []).append((piece, place))
+        place += piece.length
+    return pieces_by_name
 
 
 def _shared(
-    kept: Sequence[Piece], owned: Mapping[str, Sequence[tuple[Piece, int]]]
+    pieces: Sequence[Piece], owned_pieces: Mapping[str, Sequence[tuple[Piece, int]]]
 ) -> Iterator[tuple[slice, slice]]:
-    """Where the coordinates that one rank keeps and another owns lie in the buffers of the two, in the order of `kept`."""
+    """Yields spans of the coordinates that one rank keeps and another owns, in the order kept.
+
+    The two slices are those of the keeper's buffer and of the owner's.
+    """
     position = 0
-    for piece in kept:
-        for other, place in owned.get(piece.name, []):
-            a = max(piece.offset, other.offset)
-            b = min(piece.offset + piece.length, other.offset + other.length)
-            if a < b:
-                here, there = position + a - piece.offset, place + a - other.offset
-                yield slice(here, here + b - a), slice(there, there + b - a)
+    for piece in pieces:
+        for owned_piece, place in owned_pieces.get(piece.name, []):
+            start = max(piece.offset, owned_piece.offset)
+            stop = min(piece.offset + piece.length, owned_piece.offset + owned_piece.length)
+            if start < stop:
+                first = position + start - piece.offset
+                first_owned = place + start - owned_piece.offset
+                length = stop - start
+                yield slice(first, first + length), slice(first_owned, first_owned + length)
         position += piece.length

@@ -25,7 +25,7 @@ from privacy.step.step import train_step
 from privacy.sums.grid import Grid
 from privacy.sums.local import LocalSums
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import Slot, real
+from privacy.sums.totals import Slot, real_numbers
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     NUM_EXAMPLES,
@@ -221,7 +221,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
             assert total.low.shape == (shapes[name].numel(),) and not total.low.any()
             mine[name] += part
             total.add([part.flatten()], 2)
-            sums.filled(name)
+            sums.complete(name)
         sums.finish()
     exact = {
         name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes
@@ -231,7 +231,10 @@ def _random_sums(device: torch.device, seed: int) -> float:
         "what has gone to its owner is freed"
     )
     if sums.unit is not None:
-        shards = [shard._replace(values=real(shard.values, sums.unit.exponent)) for shard in shards]
+        shards = [
+            shard._replace(values=real_numbers(shard.values, sums.unit.exponent))
+            for shard in shards
+        ]
     assert [(s.name, s.offset, s.values.numel()) for s in shards] == list(layout.owned_by(rank))
     errors = [
         (s.values - exact[s.name].flatten()[s.offset : s.offset + s.values.numel()]).abs().max()

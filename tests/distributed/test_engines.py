@@ -29,7 +29,7 @@ from privacy.ranks.engine import Engine
 from privacy.sampling.sampler import sampler_of
 from privacy.step.step import Charge, Mechanism, train_step
 from privacy.sums.reduction import reduce_to_owners
-from privacy.sums.totals import real
+from privacy.sums.totals import real_numbers
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping import oracle
 from trainer.config.machine import MachineSettings, load_machine_settings
@@ -196,7 +196,9 @@ def rank_clipped_sums(
         for batch in micro_batches(pairs(), case[1]):
             clipped.add_micro_batch(engine.module, batch.inputs, batch.is_padding_B)
         shards = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
-        found[case] = {f"{s.name}|{s.offset}": real(s.values, clipped.exponent) for s in shards}
+        found[case] = {
+            f"{s.name}|{s.offset}": real_numbers(s.values, clipped.exponent) for s in shards
+        }
     return found
 
 

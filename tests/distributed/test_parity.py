@@ -23,7 +23,7 @@ from privacy.step.step import train_step
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import real
+from privacy.sums.totals import real_numbers
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     MICRO_BATCH,
@@ -323,7 +323,9 @@ def _bf16_sums(
         squared_error, squared = 0.0, 0.0
         for shard in reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout):
             part = exact[shard.name][shard.offset : shard.offset + shard.values.numel()]
-            squared_error += float((real(shard.values, clipped.exponent) - part).square().sum())
+            squared_error += float(
+                (real_numbers(shard.values, clipped.exponent) - part).square().sum()
+            )
             squared += float(part.square().sum())
         clipped.detach()
         errors.append((squared_error / squared) ** 0.5)

@@ -15,7 +15,7 @@ from privacy.sums.grid import Grid
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import real_
+from privacy.sums.totals import real_numbers_
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.distributed.test_engines import OPTIMIZER, fresh_captioner
 from trainer.config.machine import MachineSettings, load_machine_settings
@@ -68,7 +68,8 @@ def _one(device: torch.device, name: str, ds_config: str, accumulator: type) -> 
     with MemoryTimeline() as timeline:
         reduced = reduce_to_owners(clipped.accumulator, clipped.exponent, engine.layout)
         reduced = [
-            shard._replace(values=real_(shard.values, clipped.exponent)) for shard in reduced
+            shard._replace(values=real_numbers_(shard.values, clipped.exponent))
+            for shard in reduced
         ]
         engine.step(
             reduced

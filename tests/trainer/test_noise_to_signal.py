@@ -23,7 +23,7 @@ from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.options import OPTIONS
 from privacy.plan.request import PlanRequest
 from privacy.run.mechanism import clipper_of
-from privacy.sums.totals import real
+from privacy.sums.totals import real_numbers
 from trainer.config.recipe import load_config
 from trainer.noise_to_signal import LARGEST_THAT_LEARNS, NoiseToSignal
 from trainer.planner.choice import FEWEST_STEPS, WORTH_DOUBLING, choose
@@ -75,7 +75,7 @@ def test_ratios_are_those_of_real_sums_and_real_noise() -> None:
     for _ in range(steps):
         noise = torch.zeros(size, dtype=torch.int64)
         add_noise(noise, deviation_in_units(1.7 * clipped.sensitivity, clipped.exponent), source)
-        noises.append(real(noise, clipped.exponent) / batch)
+        noises.append(real_numbers(noise, clipped.exponent) / batch)
     lengths = [float(noise.norm() / signal.norm()) for noise in noises]
     assert np.mean(lengths) == pytest.approx(found.per_step, rel=0.01)
     assert float(sum(noises).norm() / (steps * signal.norm())) == pytest.approx(

@@ -42,7 +42,7 @@ from privacy.ranks.engine import even_layout
 from privacy.sums import totals
 from privacy.sums.grid import MOST_CANCELLED
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import real
+from privacy.sums.totals import real_numbers
 
 MODES: tuple[Mode, ...] = ("bookkeeping", "two_pass")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -428,7 +428,7 @@ def whole(clipped: ClippedSum) -> Tensor:
     (shape,) = shapes.values()
     shards = clipped.accumulator.to_owners(even_layout(shapes, 1))
     assert clipped.exponent is not None
-    return real(torch.cat([shard.values for shard in shards]), clipped.exponent).view(shape)
+    return real_numbers(torch.cat([shard.values for shard in shards]), clipped.exponent).view(shape)
 
 
 def sums(

@@ -26,7 +26,7 @@ from privacy.sums.grid import (
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import Slot, Total, add_together, real
+from privacy.sums.totals import Slot, Total, add_together, real_numbers
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping.neighbours import Product
 from trainer.planner.probe import MemoryTimeline
@@ -187,7 +187,7 @@ def test_contract_4_calls_that_cancel_are_clamped_together() -> None:
     for value in (20.0, -19.5):
         slot.total.add([torch.tensor([value, -value], dtype=torch.float64)], 1)
     total.add([slot.total.low], 1)
-    assert real(total.read(slice(None)), total.unit.exponent).tolist() == [0.5, -0.5]
+    assert real_numbers(total.read(slice(None)), total.unit.exponent).tolist() == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -324,7 +324,7 @@ def rank_sums(device: torch.device, orders: list[list[list[int]]]) -> list[list[
                 if i < len(mine):
                     x, examples = parts[name][mine[i]]
                     slot.total.add([x.repeat(5)[: shape.numel()].clone()], examples)
-                sums.filled(name)
+                sums.complete(name)
             sums.finish()
         shards = reduce_to_owners(
             clipped.accumulator, clipped.exponent, even_layout(SHAPES, collectives.world_size())

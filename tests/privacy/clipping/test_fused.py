@@ -16,7 +16,7 @@ from privacy.clipping import SUMS, ClippedSum
 from privacy.clipping.clipped_sum import needs_blanking
 from privacy.clipping.norms import rounding
 from privacy.gradients import per_example_gradients as contributions
-from privacy.gradients.per_example_gradients import OuterProducts, blanked
+from privacy.gradients.per_example_gradients import OuterProducts, blank_rows
 from privacy.gradients.rules import _layer_norm, _rms_norm
 from privacy.numerics import fused
 from privacy.plan.releases import SENSITIVITY_SLACK
@@ -121,11 +121,11 @@ def cases(shapes: list[tuple[int, int, int, int]] = SHAPES) -> Iterator[tuple[Te
 def check_norm(a: Tensor, g: Tensor) -> None:
     """Within the bound of norms.py of the exact one."""
     part = OuterProducts(a, g)
-    squared_B, gross_B, hidden_B = part.norm()
+    squared_B, gross_B, underflow_B = part.norm()
     wide_a, wide_g = a.double(), g.double()
     exact_B = torch.bmm(wide_g.transpose(1, 2), wide_a).square().sum((1, 2))
     exact_gross_B = (wide_a.norm(dim=2) * wide_g.norm(dim=2)).sum(1)
-    bound_B = part.norm_terms * 2.0**-24 * exact_gross_B.square() + hidden_B**2
+    bound_B = part.norm_terms * 2.0**-24 * exact_gross_B.square() + underflow_B**2
     assert ((squared_B - exact_B).abs() <= bound_B).all()
     torch.testing.assert_close(
         gross_B.double(), exact_gross_B, rtol=1e-3 if a.is_cuda else 1e-5, atol=0
@@ -235,13 +235,13 @@ def test_contract_5_blanked_rows(dtype: torch.dtype, device: str) -> None:
     x[1, 2, 3], x[4] = torch.nan, torch.inf
     excluded_B = torch.tensor([False, True, False, False, True], device=device)
     good, place = x[~excluded_B].clone(), x.data_ptr()
-    y = blanked(x, excluded_B)
+    y = blank_rows(x, excluded_B)
     assert torch.equal(y[~excluded_B], good) and not y[excluded_B].any()
     assert (y.data_ptr() == place) == (device == "cuda")
     wide = (
         torch.zeros(5, 1, device=device, dtype=dtype).fill_(torch.nan).expand(5, 4)
     )  # not contiguous
-    assert not blanked(wide, torch.ones_like(excluded_B)).any()
+    assert not blank_rows(wide, torch.ones_like(excluded_B)).any()
     assert not needs_blanking(torch.tensor([True, True])) and needs_blanking(
         torch.tensor([True, False])
     )

@@ -93,7 +93,7 @@ def test_limbs_are_the_integers_that_python_has(k: list[int], repeats: int) -> N
         assert high * 2**32 + low == expected
     for limit in (expected, expected + 1, expected - 1):
         if 0 <= limit < 2**64:
-            assert norms.at_most(limit).tolist() == [expected <= limit] * 2
+            assert norms.is_within(limit).tolist() == [expected <= limit] * 2
 
 
 def test_limbs_do_not_overflow_however_many_coordinates() -> None:
@@ -102,7 +102,7 @@ def test_limbs_do_not_overflow_however_many_coordinates() -> None:
     block = torch.full((1, integers.COLUMNS), -(2**31), dtype=torch.int32)
     for _ in range(3):
         norms.add(block)
-        assert not norms.at_most(2**64 - 1).any()
+        assert not norms.is_within(2**64 - 1).any()
     norms.high_B.fill_(integers.SATURATED)
     norms.low_B.fill_(2**32 - 1)
     norms.add(block)
