@@ -158,7 +158,7 @@ def wrapping(of: Opened) -> None:
 VIOLATIONS: dict[str, tuple[str, Callable[[Opened], None]]] = {
     "a step that is too coarse": ("round by at most 2\\^-13 C", coarser),
     "a coordinate without owner": (
-        "owned by nobody",
+        "has no owner",
         owned(lambda pieces: [*pieces[:-1], pieces[-1]._replace(length=29)]),
     ),
     "a coordinate with two owners": (
@@ -345,7 +345,7 @@ def test_what_claims_nothing_needs_no_premise_but_its_owners() -> None:
             charge(of, noise_multiplier=9.0)
         of.require()
         of.engine.layout = ShardLayout((of.engine.layout.pieces[0][1:],))
-        with pytest.raises(PrivacyConfigError, match="owned by nobody"):
+        with pytest.raises(PrivacyConfigError, match="has no owner"):
             of.require()
 
 
