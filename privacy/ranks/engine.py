@@ -167,7 +167,7 @@ class Engine(Protocol):
     """Full shapes of the trainable parameters."""
     layout: ShardLayout
     replicated: bool
-    """Whether every rank holds all coordinates, which `load_state` then wants."""
+    """Whether every rank holds all coordinates; `load_state` then needs all of them."""
     compute_dtype: torch.dtype
     device: torch.device
 
@@ -184,7 +184,7 @@ class Engine(Protocol):
         ...
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
-        """Sets master weights and moments of the owned pieces, after `num_steps` optimizer steps."""
+        """Sets master weights and moments of the owned pieces, as after `num_steps` steps."""
         ...
 
 
