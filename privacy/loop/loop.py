@@ -36,7 +36,7 @@ from ..ranks import collectives
 from ..run.run import Finished, Run, Step, open_run
 from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
-from ..step.optimizer_state import rate_of, shown
+from ..step.optimizer_state import rate_of, short_text
 from ..step.step import MicroBatch
 from . import lineage
 from .fields import Example, Field
@@ -280,11 +280,11 @@ class PrivateLoop:
             starts_from=lineage.run_folders_of(starts_from),
         )
         # Gives everything back if the start fails; otherwise `close` does.
-        with start.undone:
+        with start.resources:
             run = open_run(start)
             self._start = start
             self._engine = start.engine
-            self._registered = start.registered
+            self._trackers = start.trackers
             self._resumed = run.resumed
             self._ledger = run.ledger
             self.plan = run.ledger.plan
@@ -299,11 +299,11 @@ class PrivateLoop:
             else:
                 self._run = run
                 self._steps = run.steps()
-                start.undone.callback(self._steps.close)
+                start.resources.callback(self._steps.close)
                 # A crash may have come between the last checkpoint and the run's end.
                 if run.step == self.num_steps:
                     next(self._steps, None)
-            self._resources = start.undone.pop_all()
+            self._resources = start.resources.pop_all()
 
     @property
     def num_steps(self) -> int:
@@ -360,14 +360,13 @@ class PrivateLoop:
             PrivacyConfigError: anything else, a scheduler that follows a metric or has moved
                 already, or a step was taken before.
         """
-        registered = self._registered
         if self._run is not None and self._run.step >= self._run.first_step:
             raise PrivacyConfigError(
                 "register schedulers and averages before the first step of this program"
             )
         for tracker in trackers:
-            if isinstance(tracker, WeightAverage) and registered.average is None:
-                registered.average = tracker.start(self._engine, self._resumed)
+            if isinstance(tracker, WeightAverage) and self._trackers.average is None:
+                self._trackers.average = tracker.start(self._engine, self._resumed)
             elif (
                 isinstance(tracker, LRScheduler)
                 and not isinstance(tracker, ReduceLROnPlateau)
@@ -380,7 +379,7 @@ class PrivateLoop:
                     raise PrivacyConfigError(
                         "register a new scheduler, of the optimizer that the loop was given"
                     )
-                registered.forward(tracker, self.steps_done)
+                self._trackers.forward(tracker, self.steps_done)
                 self._engine.is_scheduled = True
             else:
                 raise PrivacyConfigError(
@@ -428,15 +427,15 @@ class PrivateLoop:
             except Exception as error:
                 raise PrivacyConfigError(
                     f"step {number} is not begun and nothing is charged for it: a look at model "
-                    f"and optimizer raised {shown(error)}; undo what was changed since the loop's "
-                    "last turn"
+                    f"and optimizer raised {short_text(error)}; undo what was changed since the "
+                    "loop's last turn"
                 ) from error
             self._end_reason = "a step was not taken to its end"
             try:
                 step = next(self._steps, None)
                 if step is not None:
                     record = self._run.take(step, self._watched)
-                    self._registered.move(number)
+                    self._trackers.move(number)
                     self._run.keep(step)
             except BaseException:
                 # Ends the workers that read ahead.
@@ -476,7 +475,7 @@ class PrivateLoop:
             )
 
     def _require_untouched(self) -> object:
-        self._registered.require_unmoved()
+        self._trackers.require_unmoved()
         return self._engine.require_untouched()
 
     def save(self) -> None:

@@ -42,7 +42,7 @@ from ..run.mechanism import mechanism_of
 from ..run.run import Parts, Stored
 from ..step.averaging import WeightAverage
 from ..step.folder import RunFolder
-from ..step.optimizer_state import rate_of, settings, shown
+from ..step.optimizer_state import rate_of, settings, short_text
 from . import lineage
 from .hugging_face import loss_of
 from .reading import REPEATED_SAMPLE, SAMPLE, ItemNotRead, Reader
@@ -56,7 +56,7 @@ CHECKPOINTS = 2
 
 
 @dataclass
-class Registered:
+class Trackers:
     """Holds what was given to `PrivateLoop.register`, and moves it after each step.
 
     It moves before the step's checkpoint.
@@ -89,8 +89,8 @@ class Registered:
         if self._failure is not None:
             raise PrivacyConfigError(
                 "the last step is charged and done, and then step() of a registered scheduler "
-                f"raised {shown(self._failure)}: call loop.save(), mend the scheduler, and make "
-                "the loop again"
+                f"raised {short_text(self._failure)}: call loop.save(), mend the scheduler, and "
+                "make the loop again"
             ) from self._failure
         states = zip(self.schedulers, self._states(), self._last_states, strict=True)
         for scheduler, state, last_state in states:
@@ -120,8 +120,8 @@ class OwnStart:
     """Starts a run of `PrivateLoop`, whose arguments these are; see `privacy.run.run.Start`.
 
     Attributes:
-        undone: gives back all that was opened, in reverse order.
-        registered: schedulers and average, which move with the steps.
+        resources: gives back all that was opened, in reverse order.
+        trackers: schedulers and average, which move with the steps.
     """
 
     model: nn.Module
@@ -142,8 +142,8 @@ class OwnStart:
     starts_from: list[Path]
     is_new: bool = field(default=True, init=False)
     ledger: RunLedger = field(init=False)
-    undone: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    registered: Registered = field(default_factory=Registered)
+    resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    trackers: Trackers = field(default_factory=Trackers)
     engine: WatchedEngine = field(init=False)
     self_checked: SelfChecked = field(init=False)
     task: Task = field(init=False)
@@ -197,7 +197,7 @@ class OwnStart:
         roles = {} if self.mirror is None else {"ledger_mirror": self.mirror}
         collectives.on_main(lambda: require_apart(roles, self.folder.root))
         collectives.on_main(self.folder.take)
-        self.undone.callback(self.folder.release)
+        self.resources.callback(self.folder.release)
 
     def _take_model(self) -> None:
         """Gives all ranks rank 0's parameters and buffers, and builds the engine."""
@@ -207,7 +207,7 @@ class OwnStart:
         self.engine = WatchedEngine(
             self.model, self.optimizer, sets_rate=self.learning_rate is not None
         )
-        self.undone.callback(self.engine.release)
+        self.resources.callback(self.engine.release)
         # Checkpoints do not hold frozen parameters and buffers, and a resume needs the same.
         fixed_hash = hashlib.sha256()
         for name, tensor in fixed_tensors(self.model).items():
@@ -278,8 +278,8 @@ class OwnStart:
         reader = self.reader
         version = self.data_version
         digest = reader.digest(None if version is None else SAMPLE)
-        if reader.unusable:
-            collectives.say(reader.unusable)
+        if reader.unusable_summary:
+            collectives.say(reader.unusable_summary)
         manifest = {
             "items": len(reader.dataset),
             "data": digest.hex() if version is None else f"version {version}",
@@ -314,7 +314,7 @@ class OwnStart:
 
         Such a folder states fewer charges than this program has made in it.
         """
-        self.undone.callback(ledger.release)
+        self.resources.callback(ledger.release)
         last_position = lineage.TRAINED.get(self.folder.root.resolve())
         last_position = collectives.broadcast_object(last_position)
         if last_position is not None and not self.is_new:
@@ -342,7 +342,7 @@ class OwnStart:
         engine = self.engine
         reader = self.reader
         mechanism = mechanism_of(plan, engine, self.task, reader.micro_batch_size)
-        self.undone.callback(mechanism.clipped.detach)
+        self.resources.callback(mechanism.clipped.detach)
         modules = [module for _, module in modules_of(self.model, self.task)]
         isolation = Isolation(mechanism, self._padding(), modules)
         size = next(mechanism.clipped.parts(reader.micro_batch_size)).stop
@@ -373,7 +373,7 @@ class OwnStart:
 
     def _require_untouched(self, step: int) -> None:
         """Refuses a charge if the caller's code has moved model, optimizer or a scheduler."""
-        self.registered.require_unmoved()
+        self.trackers.require_unmoved()
         self.engine.require_all_noised()
         self.self_checked.require_model()
 
@@ -385,7 +385,7 @@ class OwnStart:
             "run": self.folder.root.resolve().name,
             "model": self.model_facts,
         }
-        average = self.registered.average
+        average = self.trackers.average
         states = self.engine.state() if average is None else average.states()
         return Stored(states, self.engine.shapes, facts)
 

@@ -66,7 +66,7 @@ Request = list[tuple[int, int, int]]
 
 
 @contextmanager
-def kept_random_numbers() -> Iterator[None]:
+def restored_random_state() -> Iterator[None]:
     """Restores the global random state afterwards: dropout must not depend on items' draws."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
@@ -83,15 +83,15 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
     """Reads the micro-batch of a request, in a worker or in this process.
 
     Attributes:
-        unusable: number of items that count as zero, by the last `digest`, and the reasons; a line
-            for the console.
+        unusable_summary: number of items that count as zero, by the last `digest`, and the
+            reasons; a line for the console.
 
     Raises:
         PrivacyConfigError: batches cannot be drawn from the data set by coins; the message names
             the replacement.
     """
 
-    unusable = ""
+    unusable_summary = ""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
                 inputs[name][row_N[is_usable_N]] = values[is_usable_N]
             is_padding_B[row_N[is_usable_N]] = False
             return MicroBatch(inputs, is_padding_B, int((~is_usable_N).sum()))
-        with kept_random_numbers():
+        with restored_random_state():
             for index, key, row in request:
                 try:
                     tensors = self.item(index, key)
@@ -280,7 +280,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
         repeated_digests: dict[int, bytes] = {}
         indices = range(len(self.dataset)) if count is None else self._spread(count)
         repeated_indices = self._spread(REPEATED_SAMPLE)
-        with kept_random_numbers():
+        with restored_random_state():
             for index in indices:
                 item_digest = self._digest_of(index, losses)
                 total_hash.update(item_digest)
@@ -308,7 +308,7 @@ class Reader(Dataset["MicroBatch | ItemNotRead"]):
                 f"{summary}would count as zero: {reason}; mend the data or example=, or give "
                 "unusable_as_zero=True if that is meant"
             )
-        self.unusable = f"{summary}count as zero" if num_lost else ""
+        self.unusable_summary = f"{summary}count as zero" if num_lost else ""
         return total_hash.digest()
 
     def _spread(self, count: int) -> list[int]:

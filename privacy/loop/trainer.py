@@ -19,7 +19,7 @@ from ..errors import PrivacyConfigError
 from . import lineage
 from .loop import PrivateLoop, require_keywords
 
-UNFIT = {
+FIXED_ARGUMENTS = {
     "fp16": (False, "weights are float32"),
     "bf16": (False, "weights are float32"),
     "gradient_accumulation_steps": (
@@ -87,7 +87,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 "give TrainingArguments max_steps: epochs are not counted, since a batch is drawn "
                 "by coins"
             )
-        for name, (default, reason) in UNFIT.items():
+        for name, (default, reason) in FIXED_ARGUMENTS.items():
             setting = getattr(args, name, default)
             if setting != default:
                 raise PrivacyConfigError(

@@ -81,15 +81,15 @@ def rate_of(value: Any, place: str) -> float:
         ) from error
     if not 0 <= rate <= LARGEST_RATE:
         raise PrivacyConfigError(
-            f"{place} is {shown(value)}, and a learning rate is a finite number from 0 on that "
-            "fits into float32, or a function of the step that returns one; schedulers of torch "
-            "are for loop.register"
+            f"{place} is {short_text(value)}, and a learning rate is a finite number from 0 on "
+            "that fits into float32, or a function of the step that returns one; schedulers of "
+            "torch are for loop.register"
         )
     # abs takes the sign off a -0.0.
     return abs(rate)
 
 
-def shown(value: object, max_length: int | None = 120) -> str:
+def short_text(value: object, max_length: int | None = 120) -> str:
     """Returns the representation of a caller's object in one short line, or that of its class."""
     try:
         return " ".join(repr(value).split())[:max_length]
@@ -176,7 +176,7 @@ def probe(
 def _settings_and_attributes(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Returns all that an optimizer holds outside of the state of its parameters, as text."""
     attributes = {
-        f"attribute {key}": shown(attribute, None)
+        f"attribute {key}": short_text(attribute, None)
         for key, attribute in vars(optimizer).items()
         if key not in OF_TORCH
     }
@@ -198,8 +198,8 @@ def settings(optimizer: torch.optim.Optimizer, *, with_rates: bool = True) -> di
             if key == "lr" and not with_rates:
                 text = "a rate"
             elif isinstance(setting, Tensor) and not setting.is_meta:
-                text = shown(setting.tolist(), None)
+                text = short_text(setting.tolist(), None)
             else:
-                text = shown(setting, None)
+                text = short_text(setting, None)
             texts[f"param_groups[{number}][{key!r}]"] = text
     return texts
