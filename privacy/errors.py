@@ -107,7 +107,7 @@ def placed(path: str | Path) -> Iterator[None]:
         raise
 
 
-class Said(NamedTuple):
+class ErrorLine(NamedTuple):
     """The last line of a command that fails, and its exit code."""
 
     line: str
@@ -137,7 +137,7 @@ The others, such as that of a full disk, are the machine's state (exit code 1).
 _LONGEST_WORD = 240
 
 
-def in_one_line(error: BaseException) -> Said | None:
+def in_one_line(error: BaseException) -> ErrorLine | None:
     """Returns a command's line for an error that a user can mend, or None for a defect.
 
     A defect keeps its traceback. Users can mend errors with an `exit_code`, and refusals of the
@@ -146,7 +146,7 @@ def in_one_line(error: BaseException) -> Said | None:
     exit_code = getattr(error, "exit_code", None)
     if isinstance(exit_code, int):
         lines = getattr(error, "lines", [str(error)])
-        return Said("\n  ".join(map(_shortened, lines)), exit_code)
+        return ErrorLine("\n  ".join(map(_shortened, lines)), exit_code)
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         names = [
@@ -154,9 +154,9 @@ def in_one_line(error: BaseException) -> Said | None:
         ]
         place = ": ".join(map(str, names))
         line = _shortened(f"{place}: {reason}" if place else reason)
-        return Said(line, 2 if error.errno in _WRONG_PATH and place else 1)
+        return ErrorLine(line, 2 if error.errno in _WRONG_PATH and place else 1)
     if isinstance(error, RecursionError):
-        return Said("the input is nested more deeply than Python can follow; write it flat", 2)
+        return ErrorLine("the input is nested more deeply than Python can follow; write it flat", 2)
     # Torch raises plain RuntimeErrors for the memory of a CPU and of threads, a type of its own for
     # a GPU's memory, and oneDNN's message where oneDNN has no memory.
     message = str(error)
@@ -172,7 +172,7 @@ def in_one_line(error: BaseException) -> Said | None:
             "raise the limit"
         )
         detail = _shortened(message).partition(" Exception raised from")[0]
-        return Said(f"{line} ({detail})" if detail else line, 1)
+        return ErrorLine(f"{line} ({detail})" if detail else line, 1)
     return None
 
 

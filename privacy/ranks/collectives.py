@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import errors
-from ..errors import PrivacyConfigError, RemoteError, Said, StepDropped, in_one_line
+from ..errors import ErrorLine, PrivacyConfigError, RemoteError, StepDropped, in_one_line
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ def refuse_together(check: Callable[[], T]) -> list[T]:
     # Any other error, too: the other ranks wait for an answer.
     except Exception as error:
         failure = error
-    failure_line = failure and (in_one_line(failure) or Said(str(failure), 1))
+    failure_line = failure and (in_one_line(failure) or ErrorLine(str(failure), 1))
     ranks = gather_objects((answer, refusal, failure_line))
     for number, (_, rank_refusal, rank_failure) in enumerate(ranks):
         if rank_refusal is not None:
