@@ -40,7 +40,7 @@ from ..step.optimizer_state import rate_of, short_text
 from ..step.step import MicroBatch
 from . import lineage
 from .fields import Example, Field
-from .opening import LearningRate, OwnStart
+from .opening import LearningRate, LoopStart
 from .reading import Items, Reader
 
 
@@ -261,7 +261,7 @@ class PrivateLoop:
                 f"noise_multiplier {noise_multiplier:g} is below {MIN_NOISE_MULTIPLIER}, where "
                 f"epsilon explodes: take {MIN_NOISE_MULTIPLIER} or more"
             )
-        start = OwnStart(
+        start = LoopStart(
             model=model,
             optimizer=optimizer,
             reader=reader,

@@ -116,7 +116,7 @@ class Trackers:
 
 
 @dataclass
-class OwnStart:
+class LoopStart:
     """Starts a run of `PrivateLoop`, whose arguments these are; see `privacy.run.run.Start`.
 
     Attributes:
