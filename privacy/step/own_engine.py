@@ -21,7 +21,7 @@ OPTIMIZER_FACTS = "optimizer"
 """Key of a manifest: the optimizer's class, and its numbers, such as step counts."""
 
 
-class OwnEngine:
+class LoopEngine:
     """Steps a torch optimizer on noised gradients; see `privacy.ranks.engine.Engine`.
 
     Args:
