@@ -27,7 +27,7 @@ CHUNK = 1 << 17
 """Examples decided at once: 1 MiB of key stream stays in the cache, and malloc reuses its pages."""
 
 
-class Decided(NamedTuple):
+class Decisions(NamedTuple):
     """Included examples in rising order of id, with their random values, which the cap needs."""
 
     ids: Ids
@@ -51,14 +51,14 @@ class Sampler(ABC):
     @abstractmethod
     def decide(
         self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
-    ) -> Decided:
+    ) -> Decisions:
         """Decides the examples of [start, stop) for `step`."""
 
     def members(self, coin_key: bytes, step: int) -> Ids:
         """Returns all members of `step` in rising order, cap applied, for auditors, too."""
         return self.merge([self.decide(coin_key, step)])
 
-    def merge(self, slices: Sequence[Decided]) -> Ids:
+    def merge(self, slices: Sequence[Decisions]) -> Ids:
         """Joins decisions of disjoint slices, in any order; applies the cap and sorts the ids."""
         ids = np.concatenate([part.ids for part in slices])
         values = np.concatenate([part.values for part in slices])
@@ -102,7 +102,7 @@ class PoissonSampler(Sampler):
 
     def decide(
         self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
-    ) -> Decided:
+    ) -> Decisions:
         """Decides the examples of [start, stop) for `step`, one chunk in memory at a time."""
         stop = self.num_examples if stop is None else stop
         # Q itself may be 2^64, which no uint64 holds.
@@ -114,7 +114,7 @@ class PoissonSampler(Sampler):
             hits = np.flatnonzero(chunk <= largest_hit)
             ids.append(hits + first_id)
             values.append(chunk[hits])
-        return Decided(np.concatenate(ids), np.concatenate(values))
+        return Decisions(np.concatenate(ids), np.concatenate(values))
 
 
 def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .keys import SamplingKey
-from .poisson import Decided, Ids, Sampler
+from .poisson import Decisions, Ids, Sampler
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ShuffleSampler(Sampler):
 
     def decide(
         self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
-    ) -> Decided:
+    ) -> Decisions:
         """Returns the members of `step` within [start, stop).
 
         The first call of an epoch costs one shuffle of the examples' numbers.
@@ -51,7 +51,7 @@ class ShuffleSampler(Sampler):
         last = self.num_examples * (index + 1) // self.steps_per_epoch
         ids = np.sort(_order(coin_key, epoch, self.num_examples)[first:last])
         ids = ids[(ids >= start) & (ids < stop)]
-        return Decided(ids, np.zeros(len(ids), np.uint64))
+        return Decisions(ids, np.zeros(len(ids), np.uint64))
 
 
 # One epoch alone: an order takes 8 bytes an example, and steps come in order.
