@@ -1,6 +1,6 @@
 """What a loop's own program must leave alone: the weights, the optimizer and its state, frozen weights, gradients.
 
-`WatchedEngine` takes the steps of an `LoopEngine`. Anything else that could bring private data into the weights is refused: a step
+`WatchedEngine` takes the steps of a `LoopEngine`. Anything else that could bring private data into the weights is refused: a step
 that is not this engine's, a gradient of the user's own backward, weights or an optimizer's state that changed meanwhile.
 """
 
@@ -34,7 +34,7 @@ WRAPPERS = (
 
 
 class WatchedEngine(LoopEngine):
-    """An `LoopEngine` that knows what it left behind, and refuses to go on from anything else."""
+    """A `LoopEngine` that knows what it left behind, and refuses to go on from anything else."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False
