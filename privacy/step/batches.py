@@ -27,7 +27,7 @@ def num_micro_batches(count: int, world_size: int, size: int) -> int:
     return max(1, math.ceil(math.ceil(count / world_size) / size))
 
 
-def most_micro_batches(
+def max_micro_batches(
     sampler: Sampler,
     world_size: int,
     size: int,
@@ -50,14 +50,14 @@ def most_micro_batches(
     return count
 
 
-def most_rows(
+def max_rows(
     sampler: Sampler, micro_batch_size: int, nodes: Sequence[int], expected_batch_size: int
 ) -> int:
     """Returns the rows of one rank for which its sums need room in one logical batch.
 
     These are twice as many as a step runs, since the checks of a micro-batch run some, too.
     """
-    count = most_micro_batches(
+    count = max_micro_batches(
         sampler, collectives.world_size(), micro_batch_size, nodes, expected_batch_size
     )
     return 2 * count * micro_batch_size
@@ -124,7 +124,7 @@ class LogicalBatches:
         shares = shares_of_nodes(self.nodes, self.sampler.num_examples) if self.nodes else []
         size = self.micro_batch_size
         if self.pads_to_cap:
-            count = most_micro_batches(
+            count = max_micro_batches(
                 self.sampler, world_size, size, self.nodes, self.expected_batch_size
             )
         else:

@@ -32,7 +32,7 @@ from privacy.plan.request import PlanRequest
 from privacy.ranks.engine import Piece, ShardLayout, even_layout
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
-from privacy.step.batches import most_rows
+from privacy.step.batches import max_rows
 from privacy.step.step import Mechanism
 from privacy.sums.grid import Grid, Unit
 from privacy.sums.totals import Slot
@@ -76,7 +76,7 @@ def opened(kind: str = "floating", **changes: Any) -> Opened:
     plan = make_plan(PlanRequest(**asked | KINDS[kind] | changes))
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
     model = model.double() if kind == "float64" else model
-    clipped = clipper_of(plan, model, rows=most_rows(sampler_of(plan), 8, (), 70))
+    clipped = clipper_of(plan, model, rows=max_rows(sampler_of(plan), 8, (), 70))
     shapes = {name: p.shape for name, p in model.named_parameters()}
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")
     return Opened(
@@ -209,7 +209,7 @@ def test_a_run_with_one_member_more_than_rows_is_refused(monkeypatch: pytest.Mon
     most = of.sampler.cap
     assert most is not None
     for rows, raises in ((most, False), (most - 1, True)):
-        monkeypatch.setattr(premises, "most_micro_batches", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(premises, "max_micro_batches", lambda *_, rows=rows: rows)
         of.micro_batch_size = 1
         if raises:
             with pytest.raises(PrivacyConfigError, match=f"{most} members of a step have rows"):
