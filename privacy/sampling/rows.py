@@ -47,7 +47,7 @@ def shares_of_nodes(nodes: Sequence[int], num_examples: int) -> list[Share]:
     return shares
 
 
-def most_of_share(expected: float) -> int:
+def share_bound(expected: float) -> int:
     """Returns a number of members that a share exceeds with a probability of at most 2^-100.
 
     Bernstein's inequality for independent (or, without replacement, negatively associated) choices:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..ranks import collectives
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids, Sampler, example_keys, slice_bounds
-from ..sampling.rows import deal, most_of_share, shares_of_nodes
+from ..sampling.rows import deal, share_bound, shares_of_nodes
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:
@@ -45,7 +45,7 @@ def max_micro_batches(
     shares = shares_of_nodes(nodes, sampler.num_examples) if nodes else []
     for share in shares:
         expected_members = (share.stop - share.start) * expected_batch_size / sampler.num_examples
-        largest_part = min(most_of_share(expected_members), largest_batch)
+        largest_part = min(share_bound(expected_members), largest_batch)
         count = max(count, num_micro_batches(largest_part, len(share.ranks), size))
     return count
 
