@@ -91,7 +91,7 @@ def toml_value(text: str) -> Any:
         raise ConfigError(f"override {text[:40]}... is nested too deeply") from error
 
 
-def written(value: Any) -> str:
+def toml_literal(value: Any) -> str:
     """Returns a value as TOML."""
     match value:
         case bool():
@@ -100,12 +100,12 @@ def written(value: Any) -> str:
             # JSON leaves one control character as it is that TOML has to escape.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case tuple() | list():
-            return "[" + ", ".join(written(element) for element in value) + "]"
+            return "[" + ", ".join(toml_literal(element) for element in value) + "]"
         case dict():
             entries = []
             for key, element in value.items():
                 if element is not None:
-                    entries.append(f"{key} = {written(element)}")
+                    entries.append(f"{key} = {toml_literal(element)}")
             return "{" + ", ".join(entries) + "}"
         case _:
             return repr(value)

@@ -21,7 +21,7 @@ from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..errors import ConfigError, PrivacyConfigError
 from ..files.durable import require_apart
-from ..files.toml_text import written
+from ..files.toml_text import toml_literal
 from ..gradients.coverage import claims
 from ..gradients.fallback import Fallback, Uncovered, plan_of
 from ..gradients.module_state import modules_of
@@ -416,12 +416,12 @@ class LoopStart:
             "init": {"starts_from": parent_runs or "public"},
             "train": train,
         }
-        lines = [f"name = {written(self.folder.root.resolve().name)}"]
+        lines = [f"name = {toml_literal(self.folder.root.resolve().name)}"]
         for title, section in sections.items():
             lines += ["", f"[{title}]"]
             for key, setting in section.items():
                 if setting is not None:
-                    lines.append(f"{key} = {written(setting)}")
+                    lines.append(f"{key} = {toml_literal(setting)}")
         return "\n".join(lines) + "\n"
 
 
