@@ -67,7 +67,7 @@ def is_of_fsdp(hook: object) -> bool:
 
 
 @contextmanager
-def whole(model: nn.Module) -> Iterator[None]:
+def gathered(model: nn.Module) -> Iterator[None]:
     """Yields while sharded parameters are gathered copies and FSDP's hooks are off. Collective.
 
     Other models stay as they are. Memory: one copy of the sharded weights. Changes to the copies
@@ -77,7 +77,7 @@ def whole(model: nn.Module) -> Iterator[None]:
         PrivacyConfigError: FSDP works in another way than by the hooks that are recognised here.
     """
     put_away(model)
-    gathered: dict[Tensor, nn.Parameter] = {}
+    copies: dict[Tensor, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     hooks: list[tuple[dict[int, object], dict[int, object]]] = []
     for path, module in model.named_modules():
@@ -93,11 +93,11 @@ def whole(model: nn.Module) -> Iterator[None]:
         for name, p in module._parameters.items():
             if p is not None and is_dtensor(p):
                 places.append((module, name, cast(nn.Parameter, p)))
-                if p not in gathered:
-                    gathered[p] = nn.Parameter(full(p).clone(), requires_grad=p.requires_grad)
+                if p not in copies:
+                    copies[p] = nn.Parameter(full(p).clone(), requires_grad=p.requires_grad)
     try:
         for module, name, p in places:
-            module._parameters[name] = gathered[p]
+            module._parameters[name] = copies[p]
         for table, content in hooks:
             for key, hook in content.items():
                 if is_of_fsdp(hook):
