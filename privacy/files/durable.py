@@ -191,7 +191,7 @@ def torn_line_end(descriptor: int) -> bytes:
     return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
-def require_apart(roles: Mapping[str, Path], run_dir: Path | None = None) -> None:
+def require_distinct_files(roles: Mapping[str, Path], run_dir: Path | None = None) -> None:
     """Refuses files of one program that are one file, or no files, before any of them is opened.
 
     Opening a pipe would block, and a file in two roles is not a copy.

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoints.read import Checkpoint
 from ..checkpoints.write import Retention
 from ..errors import ConfigError, PrivacyConfigError
-from ..files.durable import require_apart
+from ..files.durable import require_distinct_files
 from ..files.toml_text import toml_literal
 from ..gradients.coverage import claims
 from ..gradients.fallback import Fallback, Uncovered, plan_of
@@ -195,7 +195,7 @@ class LoopStart:
                 "deals the items"
             )
         roles = {} if self.mirror is None else {"ledger_mirror": self.mirror}
-        collectives.on_main(lambda: require_apart(roles, self.folder.root))
+        collectives.on_main(lambda: require_distinct_files(roles, self.folder.root))
         collectives.on_main(self.folder.take)
         self.resources.callback(self.folder.release)
 
