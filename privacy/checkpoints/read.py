@@ -44,7 +44,7 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def with_seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the manifest with its own SHA-256 as `seal`."""
     content = {key: fact for key, fact in manifest.items() if key != "seal"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -79,7 +79,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for key in ("step", "parameters", "files"):
         if key not in manifest:
             raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} has no {key}")
-    if manifest != sealed(manifest):
+    if manifest != with_seal(manifest):
         raise ConfigError(f"{path} is damaged: {MANIFEST} differs from its own SHA-256")
     return manifest
 

@@ -20,7 +20,7 @@ from ..errors import RemoteError, WeightsNotFinite
 from ..files import durable
 from ..ranks import collectives
 from ..ranks.engine import Engine, ShardState
-from .read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, sealed
+from .read import FORMAT, LATEST, MANIFEST, checkpoint_name, file_digest, with_seal
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ def _publish(
     Returns:
         The manifest's digest.
     """
-    text = json.dumps(sealed(manifest), indent=1, sort_keys=True)
+    text = json.dumps(with_seal(manifest), indent=1, sort_keys=True)
     durable.replace_file(temporary / MANIFEST, text.encode())
     # A run that went back has saved the same step before.
     if target.exists():
