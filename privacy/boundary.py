@@ -29,7 +29,7 @@ class Reason(Enum):
     SETTINGS = "it is a public setting, the same in every step"
     SCHEDULE = "it follows from public settings and the number of the step"
     CHARGED = "it is computed from the ledger"
-    DECLARED = "whoever names the data declares them public"
+    DECLARED = "the owner of the run declares these data public"
 
 
 _HELDOUT = (

@@ -69,9 +69,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text())
     # ValueError: not JSON, or not UTF-8.
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no checkpoint: {error}") from error
+        raise ConfigError(f"{path} is not a checkpoint: {error}") from error
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise ConfigError(f"{path} is no checkpoint: {MANIFEST} states no format")
+        raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} states no format")
     if manifest["format"] != FORMAT:
         raise ConfigError(
             f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected"

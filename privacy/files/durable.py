@@ -215,13 +215,14 @@ def require_distinct_files(roles: Mapping[str, Path], run_dir: Path | None = Non
     for role, path in roles.items():
         if os.path.lexists(path) and not path.is_file():
             raise PrivacyConfigError(
-                f"{role} {path}: is no regular file, or a link that leads to none; name another one"
+                f"{role} {path}: is not a regular file, or a link that leads to none; name another "
+                "one"
             )
         # Unlike Path.resolve, this ends where links lead in a circle.
         place = Path(os.path.realpath(path))
         if run_dir is not None and place.is_relative_to(os.path.realpath(run_dir)):
             raise PrivacyConfigError(
-                f"{role} {path}: lies in the run folder {run_dir}, and is rolled back together "
+                f"{role} {path}: is in the run folder {run_dir}, and is rolled back together "
                 "with it; name a file elsewhere"
             )
         if not place.parent.is_dir():

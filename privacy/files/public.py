@@ -34,7 +34,7 @@ def require_ledger(run_dir: Path) -> Path:
     """Returns the path of a run folder's ledger; ConfigError if it has none."""
     ledger = run_dir / "ledger.jsonl"
     if run_dir.is_file():
-        raise ConfigError(f"{run_dir} is a file: give the run folder in which it lies")
+        raise ConfigError(f"{run_dir} is a file: give its run folder")
     if not run_dir.is_dir():
         raise ConfigError(f"run folder {run_dir} does not exist")
     if not ledger.exists():
@@ -46,7 +46,7 @@ def require_ledger(run_dir: Path) -> Path:
         raise ConfigError(f"run folder {run_dir} has no ledger.jsonl: {hint}")
     # A pipe would block its reader.
     if not ledger.is_file():
-        raise ConfigError(f"{ledger}: is no regular file: put the ledger itself there")
+        raise ConfigError(f"{ledger}: is not a regular file: put the ledger itself there")
     return ledger
 
 
@@ -83,7 +83,7 @@ def survey(run_dir: Path) -> Survey:
         if entry.is_symlink():
             left_out[name] = "it is a symbolic link, and none is followed"
         elif not stat.S_ISREG(status.st_mode):
-            left_out[name] = "it is no regular file"
+            left_out[name] = "it is not a regular file"
         elif _identity(status) in private_files:
             left_out[name] = "it is a file of private/ under another name"
         elif PUBLIC_FILES.fullmatch(name) is None:
@@ -113,7 +113,7 @@ def open_public(run_dir: Path, name: str) -> BinaryIO:
             os.close(descriptor)
             descriptor = inner
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{name} is no regular file")
+            raise OSError(f"{name} is not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

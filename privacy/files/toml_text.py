@@ -58,7 +58,7 @@ def read_toml(path: Path, role: str, hint: str) -> dict[str, Any]:
         raise ConfigError(fault) from error
     except RecursionError as error:
         raise ConfigError(
-            f"{role} {path} is nested too deeply; no key lies deeper than three sections"
+            f"{role} {path} is nested too deeply; keys are at most three sections deep"
         ) from error
     return tree
 

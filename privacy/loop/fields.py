@@ -106,7 +106,7 @@ class Field:
             else:
                 tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError) as error:
-            raise Unusable(f"is no tensor: {error}", "is no tensor") from error
+            raise Unusable(f"is not a tensor: {error}", "is not a tensor") from error
         if tuple(tensor.shape) != self.shape:
             raise Unusable(
                 f"has shape {tuple(tensor.shape)}, not {self.shape}", "has another shape"
@@ -154,14 +154,14 @@ def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         copy = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         return copy.copy_(tensor.as_subclass(Tensor))
     except (RuntimeError, TypeError) as error:
-        raise Unusable(f"is no dense tensor: {error}", "is no dense tensor") from error
+        raise Unusable(f"is not a dense tensor: {error}", "is not a dense tensor") from error
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
     """Declares a field of floating-point numbers, (*shape) for one item."""
     if not dtype.is_floating_point:
         raise PrivacyConfigError(
-            f"floats: {dtype} holds no floating-point numbers; integers(...) is for integers"
+            f"floats: {dtype} is not a floating-point dtype; integers(...) is for integers"
         )
     return Field(_checked(shape), dtype)
 

@@ -76,8 +76,8 @@ def loss_of(model: nn.Module, example: Example) -> Callable[..., Tensor]:
         has_one_label = problem in (None, "single_label_classification")
         if not has_one_label or config.num_labels < 2:
             raise PrivacyConfigError(
-                f"{name} with problem_type {problem!r} and {config.num_labels} labels is no "
-                "classification with one label: give loss="
+                f"{name} with problem_type {problem!r} and {config.num_labels} labels does "
+                "not classify with one label: give loss="
             )
         # Transformers sets it at the first call with labels, and the model must not change then.
         config.problem_type = "single_label_classification"
@@ -107,8 +107,8 @@ def _supported(model: Any) -> "tuple[str, PretrainedConfig | Any]":
     name = type(base).__name__
     if not hasattr(base, "config"):
         raise PrivacyConfigError(
-            f"{name} is no model of transformers: give loss=, a function that returns one loss per "
-            "example"
+            f"{name} is not a model of transformers: give loss=, a function that returns one loss "
+            "per example"
         )
     if not name.endswith((*CLASSIFIES, *PREDICTS)):
         raise PrivacyConfigError(

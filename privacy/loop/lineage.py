@@ -58,8 +58,8 @@ def run_folders_of(starts_from: StartsFrom | None) -> list[Path]:
         faults = ["an empty list"]
     if faults:
         raise PrivacyConfigError(
-            f"starts_from: {faults[0]} is no run folder; give all run folders that trained these "
-            'weights, or "public"'
+            f"starts_from: {faults[0]} is not a run folder; give all run folders that trained "
+            'these weights, or "public"'
         )
     return folders
 
@@ -83,7 +83,7 @@ def origin_fields(
     for parent in parents:
         parent_ledgers += ledgers_of_run(parent)
     # A run behind several parents counts once, with all that it charged. It is moved to the end,
-    # behind all runs that it stands behind.
+    # after the runs that started from it.
     ledger_of_run: dict[bytes, LedgerBehind] = {}
     for ledger in parent_ledgers:
         run = _first_line(ledger.copy)
@@ -94,7 +94,7 @@ def origin_fields(
         if not longer.copy.startswith(shorter.copy.removesuffix(TORN_MARK + b"\n")):
             raise PrivacyConfigError(
                 f"starts_from: {shorter.run} and {longer.run} are copies of one run that were both "
-                "trained further, and no ledger here holds what both spent: start from one of them"
+                "trained further, and no ledger here has the charges of both: start from one of them"
             )
         ledger_of_run[run] = longer
     for ledger in parent_ledgers if len(parents) > 1 else ():

@@ -57,9 +57,9 @@ CHECKPOINTS = 2
 
 @dataclass
 class Trackers:
-    """Holds what was given to `PrivateLoop.register`, and moves it after each step.
+    """Holds the schedulers and the average of `PrivateLoop.register`, and moves them.
 
-    It moves before the step's checkpoint.
+    They move after each step, before the step's checkpoint.
     """
 
     schedulers: list[LRScheduler] = field(default_factory=list)

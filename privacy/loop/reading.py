@@ -6,7 +6,7 @@ An item is read as a function of itself and of its own secret key, which seeds t
 Python, numpy and torch before `dataset[i]`: a random augmentation of one item never depends on the
 others (contract 13). An item that cannot be read, or contradicts its fields, stays in the batch and
 counts as zero (contract 2). A fault of the machine (a file that cannot be opened, a network,
-memory) ends the run instead, since it is no property of the item.
+memory) ends the run instead, since it is not a property of the item.
 """
 
 import hashlib
@@ -385,7 +385,7 @@ class Losses:
                 if number > 1 and chance * num_labels < NO_ACCIDENT:
                     return (
                         f"{number} of the {having} with one value of {name} are among them, which "
-                        "is no chance"
+                        "chance does not explain"
                     )
         return ""
 

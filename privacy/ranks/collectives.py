@@ -71,7 +71,7 @@ def first_on_main(function: Callable[[], T]) -> T:
     An error of all ranks is then printed once, and an error of another host is printed there.
     """
     if rank() == 0:
-        # A list takes what the function returns, which need not be picklable, past the broadcast.
+        # A list takes the return value, which need not be picklable, past the broadcast.
         returned: list[T] = []
         on_main(lambda: returned.append(function()))
         return returned[0]
@@ -169,7 +169,7 @@ def require_sound(device: torch.device) -> None:
     state = "SUCCESS" if get_error is None else get_error().name
     if state != "SUCCESS":
         raise RuntimeError(
-            f"NCCL reports {state}: what was received may be incomplete, so nothing of it is used"
+            f"NCCL reports {state}: the received sums may be incomplete, and are not used"
         )
 
 

@@ -64,7 +64,7 @@ class ShardLayout:
         for piece in itertools.chain.from_iterable(self.pieces):
             if piece.name not in spans:
                 raise PrivacyConfigError(
-                    f"shard layout: {piece.name} is owned, and is no parameter that is trained"
+                    f"shard layout: {piece.name} is owned, and is not a trained parameter"
                 )
             spans[piece.name].append((piece.offset, piece.offset + piece.length))
         for name, named_spans in spans.items():
@@ -180,7 +180,7 @@ class Engine(Protocol):
         ...
 
     def state(self) -> Iterable[ShardState]:
-        """Yields what this rank owns, as views or copies, for an engine-neutral checkpoint."""
+        """Yields the state of this rank's pieces, as views or copies, for a checkpoint."""
         ...
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:

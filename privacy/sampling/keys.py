@@ -79,7 +79,7 @@ class SamplingKey:
 
     @staticmethod
     def publish(path: Path | str) -> None:
-        """Gives a staged key its final name; a key of that name stays, whatever lies next to it."""
+        """Gives a staged key its final name; a key that has it stays."""
         path = Path(path)
         if not path.exists() and _staged(path).exists():
             durable.rename(_staged(path), path)

@@ -55,7 +55,7 @@ class Sampler(ABC):
         """Decides the examples of [start, stop) for `step`."""
 
     def members(self, coin_key: bytes, step: int) -> Ids:
-        """Returns all members of `step` in rising order, cap applied, for auditors, too."""
+        """Returns all members of `step` in rising order, cap applied; auditors recompute them."""
         return self.merge([self.decide(coin_key, step)])
 
     def merge(self, slices: Sequence[Decisions]) -> Ids:

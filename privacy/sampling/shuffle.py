@@ -19,7 +19,10 @@ from .poisson import Decisions, Ids, Sampler
 
 @dataclass(frozen=True)
 class ShuffleSampler(Sampler):
-    """Cuts a fresh keyed permutation of all examples in each epoch into S batches of like size."""
+    """Cuts a fresh keyed permutation of all examples in each epoch into S batches.
+
+    Their sizes differ by at most one.
+    """
 
     num_examples: int
     expected_batch_size: int

@@ -168,11 +168,14 @@ class RunFolder:
                     is_privacy_state = path in (self.ledger, self.key, self.members)
                     error = PrivacyStateRefused if is_privacy_state else ConfigError
                     raise error(
-                        f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away"
+                        f"{path}: is not a {kind}, and a run needs a {kind} of this name: move it "
+                        "away"
                     )
         for path in self.checkpoints.glob("step-*"):
             if not path.name.removeprefix("step-").isdigit():
-                raise ConfigError(f"{path}: has no name of a checkpoint, step-NUMBER: move it away")
+                raise ConfigError(
+                    f"{path}: is not named as a checkpoint, step-NUMBER: move it away"
+                )
 
     def enter(self) -> None:
         """Makes a folder that is new.

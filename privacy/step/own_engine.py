@@ -146,7 +146,7 @@ class LoopEngine:
             p_state = self.optimizer.state.get(p, {})
             tensors = {"param": own_part(p.detach(), piece)}
             for key in self.moments:
-                # A group may keep fewer moments than another; zeros stand for the missing ones.
+                # A group may keep fewer moments than another; zeros replace the missing ones.
                 moment = p_state[key] if key in p_state else torch.zeros_like(p)
                 tensors[key] = own_part(moment, piece)
             yield ShardState(piece, tensors)

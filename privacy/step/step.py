@@ -32,7 +32,7 @@ class StepLedger(Protocol):
     """Writes the two records of a step; collective. `privacy.run.ledger.RunLedger` charges."""
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
-        """Charges the attempt, durably, before what depends on a gradient leaves its process."""
+        """Charges durably, before a value that depends on a gradient leaves its process."""
         ...
 
     def done(self, step: int, **noised: Any) -> None:
@@ -185,7 +185,7 @@ def _intend(charge: Charge, step: int, release: Release) -> float:
     """Charges the step: durably, and acknowledged by all ranks; returns its learning rate.
 
     No value that depends on a gradient leaves its process before. In an own loop the rate is a
-    user's code: it is called before `note`, which sees what it wrote to the weights, and after the
+    user's code: it is called before `note`, which sees its writes to the weights, and after the
     gradients, which depend on nothing that it wrote.
     """
     lr = charge.learning_rate(step)
