@@ -94,7 +94,7 @@ def origin_fields(
         if not longer.copy.startswith(shorter.copy.removesuffix(TORN_MARK + b"\n")):
             raise PrivacyConfigError(
                 f"starts_from: {shorter.run} and {longer.run} are copies of one run that were both "
-                "trained further, and no ledger here has the charges of both: start from one of them"
+                "trained further, and no ledger here has both their charges: start from one of them"
             )
         ledger_of_run[run] = longer
     for ledger in parent_ledgers if len(parents) > 1 else ():
