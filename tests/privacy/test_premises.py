@@ -166,7 +166,7 @@ VIOLATIONS: dict[str, tuple[str, Callable[[Opened], None]]] = {
         owned(lambda pieces: [*pieces, Piece("0.bias", 29, 1)]),
     ),
     "an owner of something else": (
-        "is no parameter",
+        "is not a trained parameter",
         owned(lambda pieces: [*pieces, Piece("2.bias", 0, 1)]),
     ),
     "a parameter without noise": ("that are summed", untold),
