@@ -21,7 +21,7 @@ LABEL = integers(3, also=[-100])
     ("field", "value", "why"),
     [
         (floats(2), [1.0], "shape"),
-        (floats(2), ["a", "b"], "no tensor"),
+        (floats(2), ["a", "b"], "not a tensor"),
         (floats(2), np.array([1j, 2j]), "complex"),
         (floats(2), torch.ones(2).to_sparse(), "not a dense tensor"),
         (LABEL, 3, "other than 0 to 2"),
