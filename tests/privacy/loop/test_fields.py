@@ -71,7 +71,7 @@ def test_an_item_without_its_fields_is_unusable(item: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: floats(2, dtype=torch.int64), "no floating-point numbers"),
+        (lambda: floats(2, dtype=torch.int64), "not a floating-point dtype"),
         (lambda: floats(0), "sizes of 1 or more"),
         (lambda: integers(0), "below must be 1 or more"),
         (lambda: mask(), "give its shape"),
