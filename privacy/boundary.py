@@ -1,9 +1,10 @@
-"""What may leave a run, by type (contract 12).
+"""Values that may leave a run, and values that may not, by type (contract 12).
 
-`Private[T]` and `Public[T]` are boxes without a common type. Whatever is computed from training data without noise, or read from
-a clock or a memory meter, is made as a `Private`; only writers of private/ and the console take it. Writers of public files take
-`Public` alone, which states why its value may be public. A plain number fits neither, so mypy refuses a value about which
-nobody has decided. Neither box has a JSON form: one that reaches a ledger or a manifest is a TypeError, not a leak.
+`Private[T]` and `Public[T]` are boxes without a common type. A value that is computed from training
+data without noise, or read from a clock or a memory meter, is a `Private`; only writers of private/
+and the console take it. Writers of public files take only a `Public`, which states the reason. A
+plain number fits neither, so mypy refuses an undecided value. Neither box has a JSON form: a box
+that reaches a ledger or a manifest is a TypeError, not a leak.
 
     >>> loss = Private(0.25)
     >>> print(loss, loss.inside())
@@ -11,7 +12,7 @@ nobody has decided. Neither box has a JSON form: one that reaches a ledger or a 
     >>> Public(1e-3, Reason.SCHEDULE).because.value
     'it follows from public settings and the number of the step'
 
-`git grep "Public("` lists every decision that something may be published, and PUBLISHED every name under which it is.
+`git grep "Public("` lists every decision to publish, and PUBLISHED every published name.
 """
 
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ T = TypeVar("T")
 
 
 class Reason(Enum):
-    """Why a value may leave the run."""
+    """The reason why a value may leave the run."""
 
     NOISED = "it is computed from noised sums"
     SETTINGS = "it is a public setting, the same in every step"
     SCHEDULE = "it follows from public settings and the number of the step"
     CHARGED = "it is computed from the ledger"
-    DECLARED = "whoever names the data declares them public"
+    DECLARED = "the owner of the run declares these data public"
 
 
 _HELDOUT = (
@@ -39,7 +40,9 @@ _HELDOUT = (
     "blind_loss",
     "blind_accuracy",
     "samples",
-    *(f"blind_{table}_loss" for table in ("unigram", "bigram", "whole_caption")),
+    "blind_unigram_loss",
+    "blind_bigram_loss",
+    "blind_whole_caption_loss",
 )
 _EVALUATIONS = ("aro", "captions", "dense", "few-shot", "linear-probe", "private-head", "zero-shot")
 PUBLISHED = {
@@ -48,39 +51,44 @@ PUBLISHED = {
     "privacy/charged_attempts": Reason.CHARGED,
     "privacy/epsilon": Reason.CHARGED,
     "where the training loss is": Reason.SETTINGS,
-    **dict.fromkeys((f"heldout/{name}" for name in _HELDOUT), Reason.DECLARED),
 }
-"""Every name of `metrics.jsonl` and `tensorboard/`, and what its values are computed from. `privacy/verify.py` has a list of its
-own, and calls any other name a violation. Evaluations, which are no part of a run, add names of their kind to `evaluation/`."""
+PUBLISHED |= {f"heldout/{name}": Reason.DECLARED for name in _HELDOUT}
+"""Every name of `metrics.jsonl` and `tensorboard/`, and the reason why its values are public.
+
+`privacy/verify.py` has a list of its own, and calls any other name a violation. Evaluations, which
+are not part of a run, add names of their kind to `evaluation/`.
+"""
 
 
 def reason_of(name: str) -> Reason | None:
-    """Why values of this name may be published; None for a name that nobody has decided about."""
-    return Reason.DECLARED if name.partition("/")[0] in _EVALUATIONS else PUBLISHED.get(name)
+    """Returns why values of this name may be published, or None if that is not decided."""
+    if name.partition("/")[0] in _EVALUATIONS:
+        return Reason.DECLARED
+    return PUBLISHED.get(name)
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Private(Generic[T]):
-    """A value that one example can change without noise: by what it holds, or by the time and memory that it takes."""
+    """A value that one example can change without noise: by its content, or its time and memory."""
 
     _value: T
 
     def inside(self) -> T:
-        """The value, for what stays inside the trust boundary: files of private/ and the console."""
+        """Returns the value, for use inside the trust boundary: files of private/, the console."""
         return self._value
 
     def __repr__(self) -> str:
-        """Says nothing about the value, wherever it is printed."""
+        """Returns a text without the value."""
         return "Private(...)"
 
     def __bool__(self) -> NoReturn:
-        """A decision that everybody sees cannot depend on it."""
+        """Refuses a decision that depends on the value, since observers would see the decision."""
         raise TypeError("a private value decides nothing outside of the trust boundary")
 
 
 @dataclass(frozen=True, slots=True)
 class Public(Generic[T]):
-    """A value that may leave the run, and why."""
+    """A value that may leave the run, and the reason."""
 
     value: T
     because: Reason

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and what a command says of them: `in_one_line` is the only place that decides.
+"""Errors that a user can mend, and their line on a command's console, which `in_one_line` writes.
 
 An exception with `exit_code` ends a command with one line and that code.
 """
@@ -11,12 +11,16 @@ from pathlib import Path
 from textwrap import wrap
 from typing import NamedTuple, TextIO
 
-DONE, BUDGET_SPENT, STOPPED_EARLY = 0, 3, 7
-"""How the steps of a run end, as exit codes: all are done; the budget is spent and steps remain; stopped on request."""
+DONE = 0
+"""Exit code of a run whose steps are all done."""
+BUDGET_SPENT = 3
+"""Exit code of a run whose budget is spent while steps remain."""
+STOPPED_EARLY = 7
+"""Exit code of a run that stopped on request."""
 
 
 class PrivacyConfigError(ValueError):
-    """The privacy parameters, or the model they shall protect, are refused."""
+    """The privacy parameters, or the model that they protect, are refused."""
 
     exit_code = 2
 
@@ -28,7 +32,7 @@ class BudgetSpent(RuntimeError):
 
 
 class PrivacyStateRefused(RuntimeError):
-    """Ledger, key, mirror or manifest do not fit together: starting could spend budget unseen."""
+    """Ledger, key, mirror or manifest do not fit together: a start could spend budget unseen."""
 
     exit_code = 4
 
@@ -42,9 +46,10 @@ class NotRecorded(PrivacyStateRefused):
 
 
 class ConfigError(ValueError):
-    """A recipe, an override, a ds_config or a run folder is wrong; the message says what, where and how to mend it.
+    """A recipe, an override, a ds_config or a run folder is wrong.
 
-    It has several lines where a file has several faults, so that one start shows them all.
+    The message names the fault, its place and the way out. It has several lines where a file has
+    several faults, so that one start shows them all.
     """
 
     exit_code = 2
@@ -55,13 +60,16 @@ class ConfigError(ValueError):
 
 
 class WeightsNotFinite(RuntimeError):
-    """The weights hold NaN or infinity: nothing that is trained from here on is of use, and every step would be charged."""
+    """The weights hold NaN or infinity: further steps would be charged and of no use."""
 
     exit_code = 1
 
 
 class StepDropped(RuntimeError):
-    """All ranks agreed to drop a step before its intent: nothing of it left its process, and it costs nothing."""
+    """All ranks agreed to drop a step before its intent.
+
+    No value of the step left its process, and it costs no charge.
+    """
 
 
 class RemoteError(RuntimeError):
@@ -73,17 +81,24 @@ class RemoteError(RuntimeError):
 
 
 @contextlib.contextmanager
-def refusing(what: str, kind: Callable[[str], Exception] = PrivacyStateRefused) -> Iterator[None]:
-    """Inside, what the operating system refuses becomes an error of one line: `what` cannot be done, and why."""
+def refusing(task: str, kind: Callable[[str], Exception] = PrivacyStateRefused) -> Iterator[None]:
+    """Yields; turns an error of the operating system inside into one of `kind`, in one line.
+
+    Args:
+        task: begins the line, which ends with the system's reason.
+    """
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}") from error
+        raise kind(f"{task}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def placed(path: str | Path) -> Iterator[None]:
-    """Inside, an error of the operating system that names no file, such as that of a write to a full disk, names this one."""
+    """Yields; an error of the operating system inside that names no file names this one.
+
+    Such is the error of a write to a full disk.
+    """
     try:
         yield
     except OSError as error:
@@ -92,8 +107,8 @@ def placed(path: str | Path) -> Iterator[None]:
         raise
 
 
-class Said(NamedTuple):
-    """What a command says at its end, and the exit code that goes with it."""
+class ErrorLine(NamedTuple):
+    """The last line of a command that fails, and its exit code."""
 
     line: str
     exit_code: int
@@ -115,71 +130,85 @@ _WRONG_PATH = {
     errno.ENODEV,
     errno.ENXIO,
 }
-"""What a user mends by naming another path (exit code 2); the rest, such as a full disk, is the machine's state (1)."""
+"""Errors that a user mends by naming another path (exit code 2).
+
+The others, such as that of a full disk, are the machine's state (exit code 1).
+"""
 _LONGEST_WORD = 240
 
 
-def in_one_line(error: BaseException) -> Said | None:
-    """What a command says of an error that a user can mend; None for a defect, which keeps its traceback.
+def in_one_line(error: BaseException) -> ErrorLine | None:
+    """Returns a command's line for an error that a user can mend, or None for a defect.
 
-    These are errors with an `exit_code`, and what a machine refuses: a path, a file, memory, threads, and input that is nested
-    more deeply than Python goes.
+    A defect keeps its traceback. Users can mend errors with an `exit_code`, and refusals of the
+    machine: a path, a file, memory, threads, and input that is nested more deeply than Python goes.
     """
     exit_code = getattr(error, "exit_code", None)
     if isinstance(exit_code, int):
-        return Said("\n  ".join(map(_shortened, getattr(error, "lines", [str(error)]))), exit_code)
+        lines = getattr(error, "lines", [str(error)])
+        return ErrorLine("\n  ".join(map(_shortened, lines)), exit_code)
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
-        where = ": ".join(
-            str(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)
-        )
-        line = _shortened(f"{where}: {reason}" if where else reason)
-        return Said(line, 2 if error.errno in _WRONG_PATH and where else 1)
+        names = [
+            name for name in (error.filename, error.filename2) if isinstance(name, str | bytes)
+        ]
+        place = ": ".join(map(str, names))
+        line = _shortened(f"{place}: {reason}" if place else reason)
+        return ErrorLine(line, 2 if error.errno in _WRONG_PATH and place else 1)
     if isinstance(error, RecursionError):
-        return Said("the input is nested more deeply than Python can follow; write it flat", 2)
-    # Torch raises plain RuntimeErrors for the memory of a CPU and of threads, and its own type for a GPU's.
-    said, words = (
-        str(error),
-        ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN)),
+        return ErrorLine("the input is nested more deeply than Python can follow; write it flat", 2)
+    # Torch raises plain RuntimeErrors for the memory of a CPU and of threads, a type of its own for
+    # a GPU's memory, and oneDNN's message where oneDNN has no memory.
+    message = str(error)
+    marks = ("allocate memory", "bad_alloc", "can't start new thread", os.strerror(errno.EAGAIN))
+    is_of_torch = (
+        type(error).__name__ == "OutOfMemoryError"
+        or any(mark in message for mark in marks)
+        or message.strip() == "could not create a primitive"
     )
-    of_torch = type(error).__name__ == "OutOfMemoryError" or any(word in said for word in words)
-    of_torch = of_torch or said.strip() == "could not create a primitive"  # oneDNN's words for it
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch):
-        detail = _shortened(said).partition(" Exception raised from")[0]
-        return Said(
-            "this process may have no more memory, or no more threads: take smaller sizes, or raise the limit"
-            + (f" ({detail})" if detail else ""),
-            1,
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and is_of_torch):
+        line = (
+            "this process may have no more memory, or no more threads: take smaller sizes, or "
+            "raise the limit"
         )
+        detail = _shortened(message).partition(" Exception raised from")[0]
+        return ErrorLine(f"{line} ({detail})" if detail else line, 1)
     return None
 
 
 def _shortened(text: str) -> str:
-    """One line without control characters, in which no word is too long to read the rest."""
-    words = [
-        word if len(word) <= _LONGEST_WORD else f"{word[:160]}...{word[-40:]}"
-        for word in text.split()
-    ]
+    """Returns one line without control characters, and without a word too long to read on."""
+    words = []
+    for word in text.split():
+        is_long = len(word) > _LONGEST_WORD
+        words.append(f"{word[:160]}...{word[-40:]}" if is_long else word)
     return printable(" ".join(words))
 
 
 def printable(line: str) -> str:
-    """The line with an escape, as JSON knows it, for what breaks lines, moves the cursor, turns the text or shows nothing."""
-    shown = (
-        c if c.isprintable() else c.encode("unicode_escape").decode().replace("\\x", "\\u00")
-        for c in line
-    )
-    return line if line.isprintable() else "".join(shown)
+    """Returns the line with a JSON escape for each character that is not printable.
+
+    Such characters break lines, move the cursor, turn the text or show no glyph.
+    """
+    if line.isprintable():
+        return line
+    characters = []
+    for character in line:
+        escape = character.encode("unicode_escape").decode().replace("\\x", "\\u00")
+        characters.append(character if character.isprintable() else escape)
+    return "".join(characters)
 
 
 def folded(line: str) -> str:
-    """A sentence for people, at 80 columns; what goes on is indented, and a path or another long word stays whole."""
+    """Folds a sentence at 80 columns, with further lines indented; long words stay whole."""
     parts = wrap(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(parts)
 
 
 def say(*lines: str, file: TextIO | None = None, folds: bool = False) -> None:
-    """Prints lines that may hold text from a file, each as one line; all that commands say of a folder goes through here.
+    """Prints lines that may hold text from a file, each as one line.
+
+    Commands print all text of a folder through this function.
 
     Args:
         folds: the lines are sentences, not commands or JSON.

@@ -2,8 +2,8 @@
 
 from privacy.errors import (
     ConfigError,
+    ErrorLine,
     RemoteError,
-    Said,
     StepDropped,
     WeightsNotFinite,
     in_one_line,
@@ -11,9 +11,9 @@ from privacy.errors import (
 
 __all__ = [
     "ConfigError",
+    "ErrorLine",
     "HostError",
     "RemoteError",
-    "Said",
     "StepDropped",
     "WeightsNotFinite",
     "in_one_line",

@@ -29,7 +29,7 @@ from privacy import verify
 from privacy.accounting.accountants import claimed_epsilon
 from privacy.accounting.rounding import rounded_up
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, placed, say
-from privacy.files.durable import make_directory, require_apart
+from privacy.files.durable import make_directory, require_distinct_files
 from privacy.files.toml_text import toml_value
 from privacy.guards.premises import NoisedSum, require_noised
 from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
@@ -167,7 +167,7 @@ def train_head(
     plan = head_plan(rows.num_examples, epsilon, delta)
     private = output / "private"
     if shared is not None:
-        require_apart({"the shared ledger": Path(shared.path)}, output)
+        require_distinct_files({"the shared ledger": Path(shared.path)}, output)
     make_directory(private, 0o700)
     facts: dict[str, Any] = {
         "head": {

@@ -1,20 +1,20 @@
-"""Engine-neutral checkpoints: every rank writes the pieces that it owns; any engine at any world size reads them.
+"""Engine-neutral checkpoints: each rank writes its pieces; any engine at any world size reads them.
 
     checkpoints/step-00001000/
-        manifest.json                     step, model, guarantee, position in the ledger, SHA-256 of each file and of itself
+        manifest.json   step, model, guarantee, position in the ledger, SHA-256 of files and itself
         rank-00000-of-00002.safetensors   "<tensor>|<parameter>|<offset>" -> fp32 values; no pickle
-    checkpoints/LATEST                    name of the newest whole one
-    checkpoints/set-aside-step-00001100/  damaged, or newer than the one that a run was resumed from
+    checkpoints/LATEST                    name of the newest whole checkpoint
+    checkpoints/set-aside-step-00001100/  damaged, or newer than the one that a run resumed from
 
-This file reads; privacy/checkpoints/write.py writes. A resume that finds the newest damaged goes back to the one before it;
-the ledger has charged the steps between, which are repeated with new coins and new noise.
+write.py writes them. A resume passes over damaged checkpoints to the one before them; the ledger
+has charged the steps between, which are repeated with new coins and new noise.
 """
 
 import contextlib
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 AVERAGE = "average"
-"""Kind of tensor, like "param" and the optimizer's moments: the moving average of the weights."""
+"""The moving average of the weights, a kind of tensor like "param" and the moments."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -44,32 +44,34 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest with its own SHA-256 as `seal`."""
-    content = {key: value for key, value in manifest.items() if key != "seal"}
+def with_seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the manifest with its own SHA-256 as `seal`."""
+    content = {key: fact for key, fact in manifest.items() if key != "seal"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return {**content, "seal": hashlib.sha256(canonical.encode()).hexdigest()}
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Whether any checkpoint that a run could resume from is there, whole or not."""
+    """Returns whether the folder has a checkpoint that a run could resume from, whole or not."""
     return any(folder.glob("step-*"))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, if it is what was written.
+    """Returns the manifest of a checkpoint, checked against its seal.
 
     Raises:
         ConfigError: missing, damaged, or of another format.
     """
     try:
-        if not (path / MANIFEST).is_file():  # a pipe would block
+        # A pipe would block.
+        if not (path / MANIFEST).is_file():
             raise FileNotFoundError(f"{MANIFEST} is missing, or no regular file")
         manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:  # ValueError: no JSON, no UTF-8
-        raise ConfigError(f"{path} is no checkpoint: {error}") from error
+    # ValueError: not JSON, or not UTF-8.
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a checkpoint: {error}") from error
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise ConfigError(f"{path} is no checkpoint: {MANIFEST} states no format")
+        raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} states no format")
     if manifest["format"] != FORMAT:
         raise ConfigError(
             f"{path}: checkpoint format {manifest['format']} is unknown; {FORMAT} was expected"
@@ -77,7 +79,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for key in ("step", "parameters", "files"):
         if key not in manifest:
             raise ConfigError(f"{path} is not a checkpoint: {MANIFEST} has no {key}")
-    if manifest != sealed(manifest):
+    if manifest != with_seal(manifest):
         raise ConfigError(f"{path} is damaged: {MANIFEST} differs from its own SHA-256")
     return manifest
 
@@ -86,7 +88,8 @@ class Checkpoint:
     """A checkpoint on disk, checked against its manifest's hashes.
 
     Args:
-        share: (rank, world size): hash only this rank's share of the files; all ranks together hash each once.
+        share: (rank, world size): hash only this rank's share of the files; all ranks together hash
+            each file once.
 
     Raises:
         ConfigError: missing or damaged file, unknown format.
@@ -95,24 +98,26 @@ class Checkpoint:
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        self._where: dict[tuple[str, str], list[tuple[int, Path]]] = {}
+        self._pieces: dict[tuple[str, str], list[tuple[int, Path]]] = {}
         rank, world_size = share
         for number, (name, digest) in enumerate(sorted(self.manifest["files"].items())):
             file = path / name
-            mine = number % world_size == rank
-            if not file.is_file() or (mine and file_digest(file) != digest):
+            is_in_share = number % world_size == rank
+            if not file.is_file() or (is_in_share and file_digest(file) != digest):
                 raise ConfigError(
                     f"{file} is missing or damaged (its SHA-256 differs from the manifest's)"
                 )
             try:
                 with safe_open(file, framework="pt") as tensors:
-                    for key in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                    # Not a dictionary, so it cannot be iterated.
+                    for key in tensors.keys():  # noqa: SIM118
                         kind, parameter, offset = key.split("|")
-                        self._where.setdefault((kind, parameter), []).append((int(offset), file))
+                        self._pieces.setdefault((kind, parameter), []).append((int(offset), file))
             except (SafetensorError, ValueError) as error:
                 raise ConfigError(f"{file} is missing or damaged: {error}") from error
             except (OSError, RuntimeError) as error:
-                if file.exists():  # else a training that goes on has removed it meanwhile
+                # A missing file was removed meanwhile by a training that goes on.
+                if file.exists():
                     raise
                 raise ConfigError(f"{file} is missing: {error}") from error
 
@@ -126,45 +131,46 @@ class Checkpoint:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run did not train: a weight each, no moments and no average."""
+        """Returns the parameters that the run did not train, without moments and average."""
         return frozenset(self.manifest.get("frozen", ()))
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Which tensors there are of each parameter: "param", moments by their name, "average"."""
-        return frozenset(kind for kind, _ in self._where)
+        """Returns the kinds of tensors of a parameter: "param", names of moments, "average"."""
+        return frozenset(kind for kind, _ in self._pieces)
 
     def full(self, kind: str, name: str) -> Tensor:
-        """One whole tensor, e.g. ("param", "encoder.norm.weight"), in fp32."""
+        """Returns one whole tensor, e.g. ("param", "encoder.norm.weight"), in fp32."""
         shape = self.shapes[name]
         return self.part(kind, Piece(name, 0, shape.numel())).view(shape)
 
     def part(self, kind: str, piece: Piece) -> Tensor:
-        """The coordinates of a piece, put together from whatever pieces were written."""
-        out = torch.full(
-            (piece.length,), torch.nan, dtype=torch.float32
-        )  # as it is written, whatever the default is
+        """Returns the coordinates of a piece, joined from the written pieces."""
+        # The dtype of the file, whatever torch's default is.
+        out = torch.full((piece.length,), torch.nan, dtype=torch.float32)
         end = piece.offset + piece.length
-        filled = 0
-        for offset, file in self._where.get((kind, piece.name), []):
+        num_filled = 0
+        for offset, file in self._pieces.get((kind, piece.name), []):
             with safe_open(file, framework="pt") as tensors:
-                stored = tensors.get_slice(f"{kind}|{piece.name}|{offset}")
-                a, b = max(offset, piece.offset), min(offset + stored.get_shape()[0], end)
-                if a < b:
-                    out[a - piece.offset : b - piece.offset] = stored[a - offset : b - offset]
-                    filled += b - a
-        if filled != piece.length:
+                stored_piece = tensors.get_slice(f"{kind}|{piece.name}|{offset}")
+                start = max(offset, piece.offset)
+                stop = min(offset + stored_piece.get_shape()[0], end)
+                if start < stop:
+                    coordinates = stored_piece[start - offset : stop - offset]
+                    out[start - piece.offset : stop - piece.offset] = coordinates
+                    num_filled += stop - start
+        if num_filled != piece.length:
             raise ConfigError(f"{self.path} lacks a part of {kind} of {piece.name}")
         return out
 
     def load_weights(self, module: torch.nn.Module, *, average: bool = False) -> None:
-        """Sets the weights of a module that no engine has wrapped yet, also those that its run did not train.
+        """Sets the weights of a module that no engine has wrapped yet, those not trained included.
 
         Args:
-            average: the moving average (train.ema_decay) of those that were trained.
+            average: sets trained weights to their moving average (train.ema_decay).
 
         Raises:
-            ConfigError: another model; no average was kept.
+            ConfigError: another model, or the run had no average.
         """
         parameters = dict(module.named_parameters())
         self._require({name: p.shape for name, p in parameters.items()}, self.shapes)
@@ -174,58 +180,56 @@ class Checkpoint:
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(
-                    self.full(AVERAGE if average and name not in self.frozen else "param", name)
-                )
+                has_average = average and name not in self.frozen
+                parameter.copy_(self.full(AVERAGE if has_average else "param", name))
 
     def _require(self, shapes: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
-        differing = sorted(
-            n for n in shapes.keys() | stored.keys() if shapes.get(n) != stored.get(n)
-        )
-        if differing:
-            raise ConfigError(
-                f"{self.path} does not fit the model; the first difference is {differing[0]}: give the model of the run, or "
-                "another run folder"
-            )
+        for name in sorted(shapes.keys() | stored.keys()):
+            if shapes.get(name) != stored.get(name):
+                raise ConfigError(
+                    f"{self.path} does not fit the model; the first difference is {name}: give the "
+                    "model of the run, or another run folder"
+                )
 
     def restore(self, engine: Engine, moments: tuple[str, ...]) -> None:
-        """Sets master weights and moments of a wrapped engine, whose module has these weights already, or takes them with
-        the master weights (`trainer.engines.sharder`).
+        """Sets master weights and moments of a wrapped engine.
+
+        Its module has these weights already, or takes them with the master weights
+        (`trainer.engines.sharder`).
 
         Args:
-            moments: those of the recipe's optimizer; a checkpoint of another one is refused.
+            moments: of the given optimizer; a checkpoint of another optimizer is refused.
         """
-        self._require(
-            engine.shapes, {n: shape for n, shape in self.shapes.items() if n not in self.frozen}
-        )
-        kept = self.kinds - {"param", AVERAGE}
-        if self.step > 0 and kept != set(moments):
+        trained_shapes = {n: shape for n, shape in self.shapes.items() if n not in self.frozen}
+        self._require(engine.shapes, trained_shapes)
+        stored_moments = self.kinds - {"param", AVERAGE}
+        if self.step > 0 and stored_moments != set(moments):
             raise ConfigError(
-                f"{self.path} was written with another optimizer: it holds {sorted(kept) or 'no moments'}, "
-                f"and the one that is given needs {sorted(moments) or 'none'}"
+                f"{self.path} was written with another optimizer: it holds "
+                f"{sorted(stored_moments) or 'no moments'}, and the one that is given needs "
+                f"{sorted(moments) or 'none'}"
             )
-        rank = collectives.rank()
-        pieces = (
-            engine.layout.owned_by(rank)
-            if not engine.replicated
-            else [Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()]
-        )
-        kinds = sorted(kept | {"param"})
-        engine.load_state(
-            {p: {k: self.part(k, p) for k in kinds} for p in pieces}, num_steps=self.step
-        )
+        pieces: Iterable[Piece]
+        if engine.replicated:
+            pieces = [Piece(name, 0, shape.numel()) for name, shape in engine.shapes.items()]
+        else:
+            pieces = engine.layout.owned_by(collectives.rank())
+        kinds = sorted(stored_moments | {"param"})
+        states = {piece: {kind: self.part(kind, piece) for kind in kinds} for piece in pieces}
+        engine.load_state(states, num_steps=self.step)
 
 
 def newest_whole(
-    folder: Path, remembered: Callable[[Mapping[str, Any]], None]
+    folder: Path, check_position: Callable[[Mapping[str, Any]], None]
 ) -> Checkpoint | None:
-    """The checkpoint to resume from: the one that LATEST names or, if that is damaged, the newest whole one before it.
+    """Returns the checkpoint to resume from: LATEST's or, if that is damaged, the newest whole one.
 
-    Collective. Each damaged one is a line on the console; nothing is written (`set_aside_newer`).
+    Only checkpoints before that of LATEST come in its place. Each damaged one is a line on the
+    console; no file is changed (`set_aside_newer` does that). Collective.
 
     Args:
-        remembered: called with the ledger position of every manifest that can be read, damaged checkpoint or not; refuses
-            a ledger that lacks it. Collective.
+        check_position: called with the ledger position of every manifest that can be read, also of
+            damaged checkpoints; refuses a ledger without that position. Collective.
 
     Raises:
         ConfigError: there are checkpoints, but none is whole.
@@ -233,43 +237,49 @@ def newest_whole(
     names = collectives.on_main(lambda: usable_names(folder))
     for manifest in collectives.on_main(lambda: readable_manifests(folder)):
         if manifest.get("ledger"):
-            remembered(manifest["ledger"])
-    damaged: list[str] = []
+            check_position(manifest["ledger"])
+    damages: list[str] = []
     for name in names:
-        checkpoint, failure = None, None
+        checkpoint = None
+        failure = None
         try:
             checkpoint = Checkpoint(folder / name, (collectives.rank(), collectives.world_size()))
         except ConfigError as error:
             failure = " ".join(str(error).split())
         failures = [line for line in collectives.gather_objects(failure) if line is not None]
         if checkpoint is not None and not failures:
-            for line in damaged:
+            for damage in damages:
                 collectives.say(
-                    f"damaged checkpoint: {line}; resuming from {name}, the steps after it stay charged"
+                    f"damaged checkpoint: {damage}; resuming from {name}, the steps after it stay "
+                    "charged"
                 )
             return checkpoint
-        damaged.append(failures[0])
-    if damaged:
+        damages.append(failures[0])
+    if damages:
         raise ConfigError(
-            f"none of the {len(damaged)} checkpoints in {folder} is whole ({damaged[0]}); put one back, or start a new "
-            "run folder: the ledger of this one stays charged"
+            f"none of the {len(damages)} checkpoints in {folder} is whole ({damages[0]}); put one "
+            "back, or start a new run folder: the ledger of this one stays charged"
         )
     return None
 
 
 def usable_names(folder: Path) -> list[str]:
-    """The checkpoint that LATEST names, then those before it, newest first; all of them, if LATEST names none."""
+    """Returns LATEST's checkpoint, then those before it, newest first.
+
+    If LATEST names none, all checkpoints are returned.
+    """
     names = sorted((path.name for path in folder.glob("step-*")), reverse=True)
-    latest = (
-        (folder / LATEST).read_text(errors="replace").strip() if (folder / LATEST).exists() else ""
-    )
+    latest_file = folder / LATEST
+    latest = latest_file.read_text(errors="replace").strip() if latest_file.exists() else ""
     if not names or not latest.startswith("step-"):
         return names
     return [latest, *(name for name in names if name < latest)]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in this folder, or the newest whole one of this run folder; says on stderr which ones it passes over.
+    """Opens the checkpoint in this folder, or the newest whole one of this run folder.
+
+    Warns on stderr of a damaged one that it passes over.
 
     Raises:
         ConfigError: there is none, or none is whole.
@@ -291,61 +301,73 @@ def open_checkpoint(path: Path) -> Checkpoint:
             say(f"warning: {failure}; {name} is opened", file=sys.stderr)
         return checkpoint
     raise ConfigError(
-        f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from a copy"
+        f"none of the {len(names)} checkpoints in {folder} is whole ({failure}); restore one from "
+        "a copy"
     )
 
 
 def readable_manifests(folder: Path) -> list[dict[str, Any]]:
-    """Those of all checkpoints that are there, newer than LATEST or set aside: none of them remembers what never was."""
+    """Returns the manifests of all checkpoints, also of those newer than LATEST or set aside.
+
+    Each of them names a position that the ledger once had.
+    """
     manifests = []
     for path in sorted([*folder.glob("step-*"), *folder.glob("set-aside-step-*")], reverse=True):
-        with contextlib.suppress(ConfigError):  # reported where the checkpoint is opened
+        # Damage is reported where the checkpoint is opened.
+        with contextlib.suppress(ConfigError):
             manifests.append(read_manifest(path))
     return manifests
 
 
-def set_aside_newer(folder: Path, kept: str) -> None:
-    """Renames what is newer than the one that is used, or damaged, and points LATEST at that: no later start meets them."""
+def set_aside_newer(folder: Path, name: str) -> None:
+    """Renames all checkpoints newer than `name`, damaged ones among them, and points LATEST at it.
+
+    So no later start meets them.
+    """
     for path in sorted(folder.glob("step-*")):
-        if path.name > kept:
+        if path.name > name:
             target = folder / f"set-aside-{path.name}"
             number = 1
             while target.exists():
                 number += 1
                 target = folder / f"set-aside-{path.name}-{number}"
             durable.rename(path, target)
-    durable.replace_file(folder / LATEST, f"{kept}\n".encode())
+    durable.replace_file(folder / LATEST, f"{name}\n".encode())
 
 
 def require_recorded(checkpoint: Path, state: LedgerState) -> None:
-    """Demands that the ledger recorded exactly this manifest, or that a crash can have come before its record.
+    """Refuses a manifest that the ledger has not recorded, unless a crash came before its record.
 
-    Anybody can seal a manifest anew, but the ledger's hash chain names one.
+    Any program can seal a manifest anew, but the ledger's hash chain names one.
 
     Raises:
-        NotRecorded: the ledger recorded another one; it was rolled back, or is of another run, or its folder was renamed.
+        NotRecorded: the ledger recorded another one: it was rolled back, or is of another run, or
+            its folder was renamed.
         ConfigError: the manifest cannot be read.
     """
     manifest = read_manifest(checkpoint)
-    step, position = manifest["step"], manifest.get("ledger")
+    step = manifest["step"]
+    position = manifest.get("ledger")
     is_numbered = checkpoint.parent.name == "checkpoints" and checkpoint.name.startswith("step-")
-    # Names say which one is the newer.
+    # A resume takes the newest checkpoint by its name.
     if is_numbered and isinstance(step, int) and checkpoint.name != checkpoint_name(step):
         raise NotRecorded(
-            f"{checkpoint}: holds the checkpoint of step {step}, so it was renamed: call it {checkpoint_name(step)} again, "
-            "or take it away"
+            f"{checkpoint}: holds the checkpoint of step {step}, so it was renamed: call it "
+            f"{checkpoint_name(step)} again, or take it away"
         )
+    # Without privacy the ledger records no checkpoint.
     if not state.plan.enabled or (step, file_digest(checkpoint / MANIFEST)) in state.checkpoints:
-        return  # without privacy the ledger records no checkpoint
+        return
     position = position if isinstance(position, dict) else {}
     line = position.get("seq")
-    is_known = (
+    is_in_ledger = (
         isinstance(line, int)
         and 0 <= line < state.num_lines
         and state.hashes[line] == position.get("hash")
     )
-    if not (is_known and state.may_lack_record(step, position["seq"])):
+    if not (is_in_ledger and state.may_lack_record(step, position["seq"])):
         raise NotRecorded(
-            f"{checkpoint}: its {MANIFEST} is not the one that the ledger recorded, so it was replaced or edited: restore it "
-            "from a copy, or take it away, and the checkpoint before it is used"
+            f"{checkpoint}: its {MANIFEST} is not the one that the ledger recorded, so it was "
+            "replaced or edited: restore it from a copy, or take it away, and the checkpoint "
+            "before it is used"
         )

@@ -1,8 +1,9 @@
-"""Files that must survive a crash: created whole or not at all, and on the disk before the call returns.
+"""Files that must survive a crash: created whole or not at all, and durable before a call returns.
 
-Everything that the ledger, its mirror, the keys, the private record and the checkpoints write goes through the functions of the
-first part, one system call each: tests/crashes/ runs the real code and puts every state of the disk that a power cut may leave
-behind these calls (a write or a name that no fsync has made durable may be lost, or be there while an earlier one is not).
+Ledger, mirror, keys, the private record and checkpoints are written by the functions of the first
+part alone, one system call each. tests/crashes/ runs the real code and tries every state of the
+disk that a power cut may leave behind these calls: a write or a name that no fsync has made durable
+may be lost, or be there while an earlier one is not.
 """
 
 import contextlib
@@ -18,17 +19,20 @@ from ..errors import PrivacyConfigError
 
 
 def create_file(path: Path, mode: int) -> int:
-    """A descriptor of a new, empty file; FileExistsError when the name is taken."""
+    """Creates an empty file and returns its descriptor; FileExistsError when the name is taken."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """One write of all of `data`; OSError, which names the file, when anything of it falls short."""
+    """Writes all of `data` in one call; OSError, which names the file, when fewer bytes fit."""
     with _named(descriptor):
-        written = os.write(descriptor, data)
-        if written != len(data):
-            short = f"only {written} of {len(data)} bytes were written: a full disk, a quota, or ulimit -f"
-            raise OSError(errno.ENOSPC, short)
+        num_written = os.write(descriptor, data)
+        if num_written != len(data):
+            reason = (
+                f"only {num_written} of {len(data)} bytes were written: a full disk, a quota, or "
+                "ulimit -f"
+            )
+            raise OSError(errno.ENOSPC, reason)
 
 
 def truncate(descriptor: int, size: int) -> None:
@@ -42,11 +46,12 @@ def fsync(descriptor: int) -> None:
 
 @contextlib.contextmanager
 def _named(descriptor: int) -> Iterator[None]:
-    """Inside, an error names the file; the system calls of a descriptor know no name."""
+    """Yields; an error inside names the file, which system calls of a descriptor do not know."""
     try:
         yield
     except OSError as error:
-        with contextlib.suppress(OSError):  # only Linux has this folder
+        # Only Linux has this folder.
+        with contextlib.suppress(OSError):
             error.filename = os.readlink(f"/proc/self/fd/{descriptor}")
         raise
 
@@ -61,7 +66,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Makes the content of a file durable that another library has written."""
+    """Makes the content of a file that another library has written durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,12 +75,12 @@ def fsync_path(path: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """A second name; FileExistsError when it is taken."""
+    """Gives a file a second name; FileExistsError when the name is taken."""
     os.link(source, target)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Replaces what `target` names."""
+    """Renames a file or folder; a file of the name `target` is replaced."""
     os.rename(source, target)
 
 
@@ -91,24 +96,25 @@ def remove_one_directory(path: Path) -> None:
     path.rmdir()
 
 
-# What is made of them.
+# Built from the calls above.
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Makes a directory, and those above it, durably; nothing changes where it is there already."""
+    """Makes a directory, and those above it, durably; an existing one stays as it is."""
     if not path.parent.is_dir():
         make_directory(path.parent)
     if not path.is_dir():
         try:
             make_one_directory(path, mode)
-        except FileExistsError:  # another program made it in between
+        # Another program made it in between.
+        except FileExistsError:
             if not path.is_dir():
                 raise
     fsync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and everything in it; nothing relies on any part of that being durable."""
+    """Removes a directory and its content; no caller relies on any part of that being durable."""
     for child in path.iterdir():
         if child.is_dir() and not child.is_symlink():
             remove_tree(child)
@@ -118,7 +124,11 @@ def remove_tree(path: Path) -> None:
 
 
 def write_new(path: Path, data: bytes, mode: int) -> None:
-    """Creates `path` (FileExistsError when it exists) with exactly `data`; on failure nothing is left behind."""
+    """Creates `path` with exactly `data`; a failure leaves no file behind.
+
+    Raises:
+        FileExistsError: `path` exists.
+    """
     descriptor = create_file(path, mode)
     try:
         write(descriptor, data)
@@ -132,7 +142,7 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Gives `path` new content: whatever the moment of the crash, a reader sees the old or the new one, whole."""
+    """Gives `path` new content; after a crash at any time a reader sees the old or the new one."""
     temporary = _temporary(path)
     write_new(temporary, data, 0o666)
     try:
@@ -144,10 +154,11 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def publish_new(path: Path, data: bytes, mode: int) -> None:
-    """Like `write_new`, but a reader never sees a partly written `path`, whatever the moment of the crash.
+    """Creates `path` as `write_new` does, but no reader ever sees it partly written.
 
-    The bytes are made durable under a name of this call's own and get theirs by a hard link, which fails when `path`
-    exists (a rename would replace it). A temporary file left by a crash holds nothing that was relied on.
+    The bytes are made durable under a temporary name and get theirs by a hard link, which fails
+    when `path` exists (a rename would replace it). After a crash no caller has relied on the
+    temporary file.
     """
     temporary = _temporary(path)
     write_new(temporary, data, mode)
@@ -156,7 +167,8 @@ def publish_new(path: Path, data: bytes, mode: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        # A file system without hard links: the caller holds the run's lock, so nobody creates `path` in between.
+        # A file system without hard links: the caller holds the run's lock, so no other program
+        # creates `path` in between.
         if path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
         rename(temporary, path)
@@ -166,60 +178,66 @@ def publish_new(path: Path, data: bytes, mode: int) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """A name that no other call uses: two programs may create the same file, and one of them succeeds."""
+    """Returns a name of this call alone: of two programs that create a file one must succeed."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def torn_line_end(descriptor: int) -> bytes:
-    """What ends the last line of an open file, so that it spoils no later one; empty unless a crash tore that line."""
+    """Returns the missing end of an open file's last line, or b"" if the line is whole.
+
+    Without it, the line that a crash tore would spoil the next one.
+    """
     size = os.fstat(descriptor).st_size
     return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
-def require_apart(roles: Mapping[str, Path], run_dir: Path | None = None) -> None:
-    """Looks at the names of files before any of them is opened: a pipe blocks its reader, and a file in two roles is no copy.
+def require_distinct_files(roles: Mapping[str, Path], run_dir: Path | None = None) -> None:
+    """Refuses files of one program that are one file, or no files, before any of them is opened.
+
+    Opening a pipe would block, and a file in two roles is not a copy.
 
     Args:
-        roles: what each file is for -> the file, which need not be there yet.
-        run_dir: a run folder, which none of them may lie in, since what is copied or restored with the run shows no rollback.
+        roles: role of each file -> the file, which need not exist yet.
+        run_dir: a run folder, in which none of them may be: a copy inside is copied and restored
+            with the run, and shows no rollback.
 
     Raises:
-        PrivacyConfigError: two roles have one file, also by links; the folder of one is missing; or it is no regular file.
+        PrivacyConfigError: two roles have one file, also by links; the folder of a file is missing;
+            or it is not a regular file.
     """
     files: dict[Path | tuple[int, int], str] = {}
     if run_dir is not None:
-        inside = (
-            path
-            for pattern in ("*", "private/*")
-            for path in run_dir.glob(pattern)
-            if path.is_file()
-        )
-        files |= {
-            _inode(path): str(path) for path in inside
-        }  # a link from outside leads to them, too
+        for pattern in ("*", "private/*"):
+            for path in run_dir.glob(pattern):
+                if path.is_file():
+                    # By inode, since a link from outside leads to it, too.
+                    files[_inode(path)] = str(path)
     for role, path in roles.items():
         if os.path.lexists(path) and not path.is_file():
             raise PrivacyConfigError(
-                f"{role} {path}: is no regular file, or a link that leads to none; name another one"
+                f"{role} {path}: is not a regular file, or a link that leads to none; name another "
+                "one"
             )
-        place = Path(os.path.realpath(path))  # which ends where links lead in a circle
+        # Unlike Path.resolve, this ends where links lead in a circle.
+        place = Path(os.path.realpath(path))
         if run_dir is not None and place.is_relative_to(os.path.realpath(run_dir)):
             raise PrivacyConfigError(
-                f"{role} {path}: lies in the run folder {run_dir}, and is rolled back together with it; name a file elsewhere"
+                f"{role} {path}: is in the run folder {run_dir}, and is rolled back together "
+                "with it; name a file elsewhere"
             )
         if not place.parent.is_dir():
             raise PrivacyConfigError(
                 f"{role} {path}: its folder is not there; make it, or name another one"
             )
-        names: list[Path | tuple[int, int]] = [place]
+        keys: list[Path | tuple[int, int]] = [place]
         if place.exists():
-            names.append(_inode(place))
-        other = next((files[name] for name in names if name in files), None)
-        if other is not None:
-            raise PrivacyConfigError(
-                f"{role} {path}: is the same file as {other}; name another one"
-            )
-        files |= dict.fromkeys(names, f"{role} {path}")
+            keys.append(_inode(place))
+        for key in keys:
+            if key in files:
+                raise PrivacyConfigError(
+                    f"{role} {path}: is the same file as {files[key]}; name another one"
+                )
+        files |= dict.fromkeys(keys, f"{role} {path}")
 
 
 def _inode(path: Path) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What a loop's own program must leave alone: the weights, the optimizer and its state, frozen weights, gradients.
 
-`WatchedEngine` takes the steps of an `OwnEngine`. Anything else that could bring private data into the weights is refused: a step
+`WatchedEngine` takes the steps of a `LoopEngine`. Anything else that could bring private data into the weights is refused: a step
 that is not this engine's, a gradient of the user's own backward, weights or an optimizer's state that changed meanwhile.
 """
 
@@ -22,7 +22,7 @@ from ..ranks.engine import GradShard, Piece
 from ..ranks.fsdp import is_dtensor, is_unit, put_away, switch_reduction, units
 from ..ranks.row_shards import own_rows
 from ..step.optimizer_state import leaves_of, probe, settings
-from ..step.own_engine import OwnEngine
+from ..step.own_engine import LoopEngine
 from .fingerprints import fingerprint, fixed_tensors, is_strided, overlaps, require_comparable
 
 WRAPPERS = (
@@ -33,8 +33,8 @@ WRAPPERS = (
 )
 
 
-class WatchedEngine(OwnEngine):
-    """An `OwnEngine` that knows what it left behind, and refuses to go on from anything else."""
+class WatchedEngine(LoopEngine):
+    """A `LoopEngine` that knows what it left behind, and refuses to go on from anything else."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, sets_rate: bool = False

@@ -41,7 +41,7 @@ from ..plan.limits import MOST_DEVIATION
 from ..plan.releases import SENSITIVITY_SLACK, Release
 from ..ranks import collectives
 from ..sampling.poisson import PoissonSampler
-from ..step.batches import most_micro_batches
+from ..step.batches import max_micro_batches
 from ..sums.grid import LARGEST_INT64, LARGEST_SPLIT, Unit
 from ..sums.totals import Slot
 
@@ -114,7 +114,7 @@ def require_premises(
         isinstance(sampler, PoissonSampler) and clipped.exponent is not None
     )  # there is a guarantee
     most = sampler.num_examples if sampler.cap is None else sampler.cap
-    num_micro_batches = most_micro_batches(sampler, len(ranks), micro_batch_size, nodes, divisor)
+    num_micro_batches = max_micro_batches(sampler, len(ranks), micro_batch_size, nodes, divisor)
     expected = -(-sampler.threshold * sampler.num_examples >> 64)
     require(
         {

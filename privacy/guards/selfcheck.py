@@ -49,7 +49,7 @@ from ..gradients.fallback import Fallback, Places, Uncovered, places_of, plan_of
 from ..gradients.raw_parameters import layouts
 from ..gradients.recorder import Task, plain_words
 from ..numerics.precision import exact
-from ..ranks.fsdp import put_away, whole
+from ..ranks.fsdp import gathered, put_away
 from ..sums.grid import EXAMPLES_PER_PART, EXAMPLES_PER_SUM
 from .conditions import NO_IDS, require_padding, require_unconditional, returning, tables_of
 from .holders import require_nothing_gathered, untouched
@@ -148,7 +148,7 @@ def check_against_autograd(
     plan_of(model).start(fallback)
     put_away(model)
     before = structure(model, task)
-    with whole(model), nothing_is_small(model):
+    with gathered(model), nothing_is_small(model):
         for dtype in (torch.float64, None):
             with untouched(model, task, dtype) as restore:
                 inside = structure(model, task)
@@ -272,7 +272,7 @@ def check_at_size(
         _compare(expected[1], second, tolerance, f"{where}of a second one, ", floor)
 
     put_away(model)
-    with whole(model), nothing_is_small(model), untouched(model, task) as restore:
+    with gathered(model), nothing_is_small(model), untouched(model, task) as restore:
         tolerance = IN_HALF_PRECISION if _is_narrow(model, task, made_up) else AT_SIZE_TOLERANCE
         restore()
         _by_groups(model, partial(compare, restore))

@@ -24,7 +24,7 @@ from ..errors import PrivacyConfigError
 from ..gradients.fallback import plan_of
 from ..gradients.module_state import MODULE_ATTRIBUTES, modules_of
 from ..gradients.recorder import Task
-from ..ranks.fsdp import is_of_fsdp, put_away, whole
+from ..ranks.fsdp import gathered, is_of_fsdp, put_away
 from ..step.step import MicroBatch
 from .holders import untouched
 from .neighbours import Inputs, nothing_is_small, require_apart
@@ -223,7 +223,7 @@ class SelfChecked:
 
     def _try(self, made_up: Inputs, size: int) -> None:
         """Sends made-up examples the way of a micro-batch of `size` rows."""
-        with whole(self.model), nothing_is_small(self.model), untouched(self.model, self.task):
+        with gathered(self.model), nothing_is_small(self.model), untouched(self.model, self.task):
             require_apart(self.task, made_up, size)
             rows = torch.arange(size) % len(next(iter(made_up.values())))
             repeated = {name: x[rows.to(x.device)] for name, x in made_up.items()}

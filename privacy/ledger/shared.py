@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from ..accounting.rounding import rounded_up
 from ..errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused, refusing
-from ..files.durable import require_apart
+from ..files.durable import require_distinct_files
 from ..plan.numbers import ADJACENCY, PrivacyPlan
 from .chain import ChainFile, LineRefused, create_chain, create_mirror, read_chain
 from .ledger import PROGRAM_START, Ledger
@@ -71,7 +71,7 @@ class SharedLedger:
             raise PrivacyConfigError(f"{path}: make its folder first")
         if mirror is not None:
             second = Path(mirror).resolve()
-            require_apart({"the shared ledger": Path(path), "its mirror": second})
+            require_distinct_files({"the shared ledger": Path(path), "its mirror": second})
             if second.exists() and second.stat().st_size:
                 raise PrivacyConfigError(
                     f"{second}: exists; a mirror of a new shared ledger is a new file"

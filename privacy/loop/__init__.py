@@ -1,4 +1,8 @@
-"""Private training in a loop of one's own: `PrivateLoop`, `WeightAverage`, `fix` for models, `floats`, `integers` and `mask`."""
+"""Private training in a loop of one's own.
+
+`PrivateLoop` and `WeightAverage` train, `fix` changes models, and `floats`, `integers` and `mask`
+declare the fields of an item.
+"""
 
 from ..step.averaging import WeightAverage
 from .fields import Field, floats, integers, mask

@@ -1,6 +1,7 @@
-"""What one item of a data set is: public shapes, kinds and values; an item that is anything else counts as zero (contract 2).
+"""The declared fields of an item: public shapes, kinds and values.
 
-They are said and not taken from the data: one private item must not decide what all others have to look like.
+An item that does not match its fields counts as zero (contract 2). Fields are declared and not
+taken from the data: no private item may set the shapes of others.
 """
 
 import math
@@ -22,13 +23,14 @@ class Unusable(Exception):
     """An item does not match its declared fields.
 
     Attributes:
-        kind: what is wrong, without the numbers of one item, so that items can be counted by it.
+        kind: the fault without the numbers of one item, so that items can be counted by it.
         labels: of the item, by the name of their field, as far as they can be read.
     """
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
-        self.kind, self.labels = kind or message, dict[str, int]()
+        self.kind = kind or message
+        self.labels: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class Field:
     Attributes:
         shape: without the batch dimension.
         below: integers are 0 to below - 1; None for floating-point numbers.
-        also: further integers that are allowed, such as -100 of labels that count for nothing.
+        also: further integers that are allowed, such as -100 for labels that a loss leaves out.
         is_mask: made-up values are ones and then zeros.
-        fixed: integers that must stay, and how often each stands in every item.
+        fixed: pairs of an integer and the number of times that every item has it.
     """
 
     shape: tuple[int, ...]
@@ -51,56 +53,60 @@ class Field:
     fixed: tuple[tuple[int, int], ...] = ()
 
     def padding(self) -> Tensor:
-        """What stands in a row without an item."""
+        """Returns the values of a row without an item."""
         return self._with_fixed(torch.zeros(1, *self.shape, dtype=self.dtype))[0]
 
     def _with_fixed(self, values: Tensor) -> Tensor:
-        """The integers that must stay take the first places of each item."""
-        first = torch.tensor(
-            [one for one, count in self.fixed for _ in range(count)], dtype=self.dtype
-        )
-        values.view(len(values), -1)[:, : len(first)] = first
+        """Writes the fixed integers to the first places of each item; returns the values."""
+        fixed_integers: list[int] = []
+        for integer, count in self.fixed:
+            fixed_integers += [integer] * count
+        places = values.view(len(values), -1)[:, : len(fixed_integers)]
+        places[:] = torch.tensor(fixed_integers, dtype=self.dtype)
         return values
 
     def made_up(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, *shape): random values that the field allows, the lowest and the highest among them, never private ones."""
+        """Returns (count, *shape) random values that the field allows.
+
+        Integers include the lowest and the highest, since a model may branch on them.
+        """
         if self.below is None:
             return torch.randn(count, *self.shape, generator=generator, dtype=self.dtype)
         if self.is_mask:
-            kept = torch.randint(
-                1, 1 + self.shape[-1], (count, *(1 for _ in self.shape)), generator=generator
-            )
-            return (torch.arange(self.shape[-1]).expand(count, *self.shape) < kept).to(self.dtype)
+            length = self.shape[-1]
+            size = (count, *(1 for _ in self.shape))
+            num_ones = torch.randint(1, 1 + length, size, generator=generator)
+            return (torch.arange(length).expand(count, *self.shape) < num_ones).to(self.dtype)
         values = torch.randint(
             self.below - len(self.fixed),
             (count, *self.shape),
             generator=generator,
             dtype=self.dtype,
         )
-        for one, _ in sorted(self.fixed):  # they stand nowhere else
-            values += values >= one
-        ends = min((0, *self.also)), max((self.below - 1, *self.also))
-        for item, end in zip(
-            values.view(count, -1)[-2:], ends, strict=False
-        ):  # some condition may be on them
+        # Fixed integers are at their places alone, so the others skip over them.
+        for integer, _ in sorted(self.fixed):
+            values += values >= integer
+        lowest = min((0, *self.also))
+        highest = max((self.below - 1, *self.also))
+        last_rows = values.view(count, -1)[-2:]
+        for row, end in zip(last_rows, (lowest, highest), strict=False):
             if end not in dict(self.fixed):
-                item[-1] = end
+                row[-1] = end
         return self._with_fixed(values)
 
     def read(self, value: object) -> Tensor:
-        """The value as a tensor of this field.
+        """Returns a value of an item as a tensor of this field.
 
         Raises:
             Unusable: it has another shape or kind, or an integer that is not allowed.
         """
         try:
-            tensor = (
-                value.detach().cpu()
-                if isinstance(value, Tensor)
-                else torch.from_numpy(np.array(value))
-            )
+            if isinstance(value, Tensor):
+                tensor = value.detach().cpu()
+            else:
+                tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError) as error:
-            raise Unusable(f"is no tensor: {error}", "is no tensor") from error
+            raise Unusable(f"is not a tensor: {error}", "is not a tensor") from error
         if tuple(tensor.shape) != self.shape:
             raise Unusable(
                 f"has shape {tuple(tensor.shape)}, not {self.shape}", "has another shape"
@@ -111,46 +117,51 @@ class Field:
             return _plain(tensor, self.dtype)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             raise Unusable(f"is {tensor.dtype}, and integers are expected")
+        # The sign bit of an int64 is 2^63 of a uint64, which no field allows.
         if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
             raise Unusable("holds integers that are not allowed")
         tensor = _plain(tensor, torch.int64)
         if not bool(self.allows(tensor[None])):
-            fixed = "".join(f", or not {one} {count} times" for one, count in self.fixed)
-            raise Unusable(f"holds integers other than 0 to {self.below - 1}{fixed}")
+            fault = f"holds integers other than 0 to {self.below - 1}"
+            for integer, count in self.fixed:
+                fault += f", or not {integer} {count} times"
+            raise Unusable(fault)
         return tensor
 
     def allows(self, items: Tensor) -> Tensor:
-        """(N,): whether each of N items holds integers that the field takes; any floating-point number is one."""
+        """Returns whether each of N items holds allowed integers, (N,).
+
+        Any floating-point number is allowed.
+        """
         if self.below is None:
             return torch.ones(len(items), dtype=torch.bool)
         is_allowed = (items >= 0) & (items < self.below)
-        for one in self.also:
-            is_allowed |= items == one
+        for integer in self.also:
+            is_allowed |= items == integer
         is_usable_N = is_allowed.view(len(items), -1).all(1)
-        for one, count in self.fixed:
-            is_usable_N &= (items == one).view(len(items), -1).sum(1) == count
+        for integer, count in self.fixed:
+            is_usable_N &= (items == integer).view(len(items), -1).sum(1) == count
         return is_usable_N
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy that is a dense tensor and nothing else, whatever class or layout the item has.
+    """Returns a dense copy of class `Tensor`, whatever class or layout the item has.
 
     Raises:
-        Unusable: it holds no numbers that could be copied.
+        Unusable: its numbers cannot be copied.
     """
     try:
-        return torch.empty(tensor.shape, dtype=dtype, device="cpu").copy_(
-            tensor.as_subclass(Tensor)
-        )
+        copy = torch.empty(tensor.shape, dtype=dtype, device="cpu")
+        return copy.copy_(tensor.as_subclass(Tensor))
     except (RuntimeError, TypeError) as error:
-        raise Unusable(f"is no dense tensor: {error}", "is no dense tensor") from error
+        raise Unusable(f"is not a dense tensor: {error}", "is not a dense tensor") from error
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
     """Declares a field of floating-point numbers, (*shape) for one item."""
     if not dtype.is_floating_point:
         raise PrivacyConfigError(
-            f"floats: {dtype} holds no floating-point numbers; integers(...) is for integers"
+            f"floats: {dtype} is not a floating-point dtype; integers(...) is for integers"
         )
     return Field(_checked(shape), dtype)
 
@@ -158,27 +169,35 @@ def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Field:
 def integers(
     below: int, *shape: int, also: Sequence[int] = (), fixed: Mapping[int, int] | None = None
 ) -> Field:
-    """Declares a field of int64 from 0 to below - 1, and those in `also`: class labels, tokens, masks (below = 2).
+    """Declares a field of int64 from 0 to below - 1, and those in `also`.
+
+    Such are class labels, tokens and masks (below = 2).
 
     Args:
-        fixed: integers that must stay, with how often each stands in every item, such as the placeholders that a picture's
-            patches replace: `fixed={image_token_id: 256}`. Made-up items have them too, and other items are unusable.
+        below: one more than the largest integer.
+        shape: of one item.
+        also: further integers that are allowed, such as -100 for labels that a loss leaves out.
+        fixed: integers of every item, with the number of times that each item has them, such as the
+            placeholders that a picture's patches replace: `fixed={image_token_id: 256}`. Made-up
+            items have them, too, and items without them are unusable.
     """
     if below < 1:
         raise PrivacyConfigError(f"integers: below must be 1 or more, not {below}")
-    stays = tuple((fixed or {}).items())
-    if not all(0 <= one < below and count >= 1 for one, count in stays) or (
-        stays
-        and (len(stays) >= below or sum(count for _, count in stays) > math.prod(_checked(shape)))
-    ):
+    fixed_counts = tuple((fixed or {}).items())
+    are_allowed = all(0 <= integer < below and count >= 1 for integer, count in fixed_counts)
+    if are_allowed and fixed_counts:
+        num_fixed = sum(count for _, count in fixed_counts)
+        are_allowed = len(fixed_counts) < below and num_fixed <= math.prod(_checked(shape))
+    if not are_allowed:
         raise PrivacyConfigError(
-            f"integers: fixed must map integers from 0 to {below - 1} to how often they stand in an item of {shape}, not {fixed}"
+            f"integers: fixed must map integers from 0 to {below - 1} to how often an item of "
+            f"{shape} has them, not {fixed}"
         )
-    return Field(_checked(shape), torch.int64, below, tuple(also), fixed=stays)
+    return Field(_checked(shape), torch.int64, below, tuple(also), fixed=fixed_counts)
 
 
 def mask(*shape: int) -> Field:
-    """Declares a field of 1 for what counts and 0 for what does not, such as the attention mask of tokens."""
+    """Declares a field of 1 for places that count and 0 for others, such as an attention mask."""
     if not shape:
         raise PrivacyConfigError("mask: give its shape")
     return Field(_checked(shape), torch.int64, 2, is_mask=True)
@@ -193,52 +212,47 @@ def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Example:
-    """The fields of an item: named ones for items that are mappings, in order for items that are tuples."""
+    """Holds the fields of an item: named for items that are mappings, in order for tuples."""
 
     def __init__(self, fields: Mapping[str, Field] | Sequence[Field] | Field) -> None:
         self.is_named = isinstance(fields, Mapping)
-        listed = (
-            [fields]
-            if isinstance(fields, Field)
-            else fields
-            if isinstance(fields, Mapping | Sequence)
-            else []
-        )
-        self.fields: dict[str, Field] = (
-            dict(listed)
-            if isinstance(listed, Mapping)
-            else {f"item_{i}": field for i, field in enumerate(listed)}
-        )
+        self.fields: dict[str, Field] = {}
+        if isinstance(fields, Mapping):
+            self.fields = dict(fields)
+        elif isinstance(fields, Field):
+            self.fields = {"item_0": fields}
+        elif isinstance(fields, Sequence):
+            self.fields = {f"item_{number}": field for number, field in enumerate(fields)}
         if not self.fields or not all(isinstance(field, Field) for field in self.fields.values()):
             raise PrivacyConfigError(
-                "example says what one item is: example=(floats(3, 32, 32), integers(10)) for items that are (image, label), or "
-                "a mapping of names to fields for items that are mappings"
+                "example says what one item is: example=(floats(3, 32, 32), integers(10)) for "
+                "items that are (image, label), or a mapping of names to fields for items that are "
+                "mappings"
             )
 
     def padding(self) -> dict[str, Tensor]:
-        """What stands in a row without an item."""
+        """Returns the values of a row without an item, by field."""
         return {name: field.padding() for name, field in self.fields.items()}
 
     def allowed_ids(self) -> dict[str, Tensor]:
         """Returns the values of each field of integers, as far as they can be listed."""
-        return {
-            name: torch.cat(
-                [torch.arange(field.below), torch.tensor(field.also, dtype=torch.int64)]
-            )
-            for name, field in self.fields.items()
-            if field.below is not None and field.below <= LISTED
-        }
+        ids = {}
+        for name, field in self.fields.items():
+            if field.below is not None and field.below <= LISTED:
+                further_ids = torch.tensor(field.also, dtype=torch.int64)
+                ids[name] = torch.cat([torch.arange(field.below), further_ids])
+        return ids
 
     def made_up(self, count: int) -> dict[str, Tensor]:
-        """Random items, the same in every process."""
+        """Returns `count` random items by field, the same in every process."""
         generator = torch.Generator().manual_seed(count)
         return {name: field.made_up(count, generator) for name, field in self.fields.items()}
 
     def read(self, item: Any) -> dict[str, Tensor]:
-        """The tensors of an item; what a mapping holds besides the named fields is not looked at.
+        """Returns the tensors of an item by field; other entries of a mapping are ignored.
 
         Raises:
-            Unusable: the item has not these fields.
+            Unusable: the item does not match these fields.
         """
         if self.is_named:
             if not isinstance(item, Mapping):
@@ -252,9 +266,9 @@ class Example:
         else:
             parts = list(item) if isinstance(item, tuple | list) else [item]
             if len(parts) == 1 < len(self.fields) and not isinstance(item, tuple | list):
-                named = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+                keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
                 raise Unusable(
-                    f"is {type(item).__name__}{named}, and not a tuple of {len(self.fields)}"
+                    f"is {type(item).__name__}{keys}, and not a tuple of {len(self.fields)}"
                 )
             if len(parts) != len(self.fields):
                 raise Unusable(
@@ -272,36 +286,36 @@ class Example:
         return tensors
 
     def _labels(self, values: Mapping[str, Any]) -> dict[str, int]:
-        """Returns the labels of an item, allowed or not: fields of one integer that can be read as one."""
+        """Returns the labels of an item, allowed or not: readable values of one-integer fields."""
         labels = {}
         for name, field in self.fields.items():
             if math.prod(field.shape) == 1 and field.below is not None:
-                with suppress(Exception):  # whatever a foreign object raises
+                # A foreign object may raise anything.
+                with suppress(Exception):
                     labels[name] = operator.index(np.array(values[name]).item())
         return labels
 
     def named(self, made_up: Mapping[str, Tensor] | Sequence[Tensor]) -> dict[str, Tensor]:
-        """A made-up micro-batch that somebody gives, under the names of the fields.
+        """Returns the caller's made-up micro-batch under the names of the fields.
 
         Raises:
             PrivacyConfigError: it has other fields.
         """
-        given = (
-            dict(made_up)
-            if isinstance(made_up, Mapping)
-            else dict(zip(self.fields, made_up, strict=False))
-        )
-        are_tensors = all(isinstance(x, Tensor) and x.dim() > 0 for x in given.values())
-        if (
-            given.keys() != self.fields.keys()
-            or len(made_up) != len(self.fields)
-            or not are_tensors
-        ):
+        if isinstance(made_up, Mapping):
+            tensors = dict(made_up)
+        else:
+            tensors = dict(zip(self.fields, made_up, strict=False))
+        has_all = tensors.keys() == self.fields.keys() and len(made_up) == len(self.fields)
+        are_tensors = all(isinstance(x, Tensor) and x.dim() > 0 for x in tensors.values())
+        if not has_all or not are_tensors:
             raise PrivacyConfigError(
-                f"made_up has to hold one tensor for each field of example: {', '.join(self.fields)}; items come first in it"
+                "made_up has to hold one tensor for each field of example: "
+                f"{', '.join(self.fields)}; items come first in it"
             )
-        return given
+        return tensors
 
     def arguments(self, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """How a loss is called: with names for named fields, in order for the others."""
-        return ([], dict(inputs)) if self.is_named else ([inputs[name] for name in self.fields], {})
+        """Returns positional and keyword arguments of a loss: keywords for named fields."""
+        if self.is_named:
+            return [], dict(inputs)
+        return [inputs[name] for name in self.fields], {}

@@ -1,10 +1,10 @@
-"""Models of transformers: what their items are, and one loss per example in place of the mean that they return.
+"""Models of transformers: the fields of their items, and one loss per example in place of a mean.
 
-    PrivateLoop(model, optimizer, dataset, example=fields(model, length=128), ...)      # loss stays None
+    PrivateLoop(model, optimizer, data, example=fields(model, length=128), ...)  # loss stays None
 
-Labels never reach the model, whose own loss averages over the batch. Classification takes the cross-entropy of the logits;
-causal language models the mean over an example's own tokens of the next-token cross-entropy, labels of -100 left out, as
-transformers has it for a batch of one.
+Labels never reach the model, whose own loss averages over the batch. Classification takes the
+cross-entropy of the logits. Causal language models take the mean over an example's own tokens of
+the next-token cross-entropy, without labels of -100, as transformers does for a batch of one.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IGNORED = -100
-"""The label that counts for nothing, in transformers as in torch."""
-CLASSIFIES, PREDICTS = (
-    ("ForImageClassification", "ForSequenceClassification"),
-    ("ForCausalLM", "LMHeadModel"),
-)
+"""The label that a loss leaves out, in transformers as in torch."""
+CLASSIFIES = ("ForImageClassification", "ForSequenceClassification")
+"""Ends of the names of models that classify."""
+PREDICTS = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of models that predict the next token."""
 
 
 def fields(model: nn.Module, *, length: int | None = None) -> dict[str, Field]:
-    """What one item of the model's inputs and labels is, by its configuration.
+    """Returns the fields of an item of the model's inputs and labels, by its configuration.
 
     Args:
-        length: tokens of every text; shorter ones are padded to it, since a batch's shape must not follow its longest example.
+        length: tokens of every text; shorter texts are padded to it, since a batch's shape must not
+            follow its longest example.
 
     Raises:
-        PrivacyConfigError: another kind of model, or no length for a text; then say it by `example`.
+        PrivacyConfigError: another kind of model, which needs `example`, or no length for a text.
     """
-    name, config = _known(model)
+    name, config = _supported(model)
     if name.endswith("ForImageClassification"):
         size = config.image_size if isinstance(config.image_size, int) else max(config.image_size)
         return {
@@ -47,68 +48,73 @@ def fields(model: nn.Module, *, length: int | None = None) -> dict[str, Field]:
         raise PrivacyConfigError(
             f"{name} reads texts: give length, the number of tokens that every item has"
         )
-    tokens, predicts = integers(config.vocab_size, length), name.endswith(PREDICTS)
-    labels = (
-        integers(config.vocab_size, length, also=[IGNORED])
-        if predicts
-        else integers(config.num_labels)
-    )
+    if name.endswith(PREDICTS):
+        labels = integers(config.vocab_size, length, also=[IGNORED])
+    else:
+        labels = integers(config.num_labels)
+    tokens = integers(config.vocab_size, length)
     return {"input_ids": tokens, "attention_mask": mask(length), "labels": labels}
 
 
 def loss_of(model: nn.Module, example: Example) -> Callable[..., Tensor]:
-    """The loss of each example, (B,), from the model's logits and `labels`.
+    """Returns a function of the model's inputs and `labels`: the loss of each example, (B,).
 
-    It is the cross-entropy of its class, or the mean of that of its own next tokens, and 0 for one without any.
+    The loss is the cross-entropy of the class, or the mean cross-entropy of the example's own next
+    tokens, which is 0 for an example without any.
 
     Raises:
-        PrivacyConfigError: a model whose loss is not known here, or items without labels.
+        PrivacyConfigError: a model that is not supported, or items without labels.
     """
-    name, config = _known(model)
+    name, config = _supported(model)
     if not example.is_named or "labels" not in example.fields:
         raise PrivacyConfigError(
             f"the loss of {name} needs items that are mappings with labels among their fields"
         )
-    classifies, problem = name.endswith(CLASSIFIES), getattr(config, "problem_type", None)
-    if classifies and (
-        problem not in (None, "single_label_classification") or config.num_labels < 2
-    ):
-        raise PrivacyConfigError(
-            f"{name} with problem_type {problem!r} and {config.num_labels} labels is no classification with one label: give loss="
-        )
-    if (
-        classifies
-    ):  # transformers writes it down at the first call with labels, and the model shall not change
+    classifies = name.endswith(CLASSIFIES)
+    if classifies:
+        problem = getattr(config, "problem_type", None)
+        has_one_label = problem in (None, "single_label_classification")
+        if not has_one_label or config.num_labels < 2:
+            raise PrivacyConfigError(
+                f"{name} with problem_type {problem!r} and {config.num_labels} labels does "
+                "not classify with one label: give loss="
+            )
+        # Transformers sets it at the first call with labels, and the model must not change then.
         config.problem_type = "single_label_classification"
 
     def loss(labels: Tensor, **inputs: Tensor) -> Tensor:
         logits = model(**inputs).logits.float()
         if classifies:
             return F.cross_entropy(logits, labels, reduction="none")
-        targets_BL, logits_BVL = labels[:, 1:], logits[:, :-1].transpose(1, 2)
+        targets_BL = labels[:, 1:]
+        logits_BVL = logits[:, :-1].transpose(1, 2)
         loss_BL = F.cross_entropy(logits_BVL, targets_BL, reduction="none", ignore_index=IGNORED)
-        return loss_BL.sum(1) / (targets_BL != IGNORED).sum(1).clamp(min=1)
+        num_targets_B = (targets_BL != IGNORED).sum(1)
+        return loss_BL.sum(1) / num_targets_B.clamp(min=1)
 
     return loss
 
 
-def _known(model: Any) -> "tuple[str, PretrainedConfig | Any]":
-    """The name of the model's class and its configuration; below the wrappers of peft those of the model that they adapt.
+def _supported(model: Any) -> "tuple[str, PretrainedConfig | Any]":
+    """Returns the name of the model's class and its configuration.
+
+    Below the wrappers of peft they are those of the adapted model.
 
     Raises:
-        PrivacyConfigError: no model of transformers, or one with another head.
+        PrivacyConfigError: not a model of transformers, or one with another head.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     name = type(base).__name__
     if not hasattr(base, "config"):
         raise PrivacyConfigError(
-            f"{name} is no model of transformers: give loss=, a function that returns one loss per example"
+            f"{name} is not a model of transformers: give loss=, a function that returns one loss "
+            "per example"
         )
     if not name.endswith((*CLASSIFIES, *PREDICTS)):
         raise PrivacyConfigError(
-            f"the loss per example of {name} is not known here (known are models for image and sequence classification and "
-            "causal language models): give example= and loss=, a function that returns one loss per example"
+            f"the loss per example of {name} is not known here (known are models for image and "
+            "sequence classification and causal language models): give example= and loss=, a "
+            "function that returns one loss per example"
         )
-    return name, base.config.get_text_config() if hasattr(
-        base.config, "get_text_config"
-    ) else base.config
+    config = base.config
+    return name, config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,6 +1,7 @@
-"""The one clock whose readings are kept: the time that a single example takes is in it, so it is private by type.
+"""The one clock whose readings are kept: private by type, since any example may take long.
 
-Deadlines and waits read clocks of their own, and nothing of those is written (tests/test_structure.py lists where).
+Deadlines and waits read clocks of their own, and none of those readings is written
+(tests/test_structure.py lists where).
 """
 
 import time
@@ -11,28 +12,29 @@ from ..boundary import Private
 
 
 def now() -> Private[float]:
-    """Seconds of a clock that only goes forward."""
+    """Returns the seconds of a clock that only goes forward."""
     return Private(time.monotonic())
 
 
 def since(start: Private[float]) -> Private[float]:
-    """Seconds since `start`, a reading of `now`."""
+    """Returns the seconds since `start`, a reading of `now`."""
     return Private(time.monotonic() - start.inside())
 
 
 class Laps:
-    """How long the phases of a step take, one after the other.
+    """Measures the phases of a step, one after the other.
 
     Args:
         device: a CUDA device is waited for at the end of every phase, since its work is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._began = device, now()
+        self._device = device
+        self._began = now()
         self.seconds: dict[str, Private[float]] = {}
 
     def end(self, phase: str) -> None:
-        """The phase that goes on since the last end, or since the first line, is over."""
+        """Ends the phase that began with the last call, or with this object."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.seconds[phase] = since(self._began)

@@ -1,6 +1,6 @@
-"""What ranks say to one another: control matters, clipped sums and noised gradients.
+"""Collectives of ranks: control messages, clipped sums and noised gradients.
 
-A program without a process group is one rank, and every collective is then its own answer.
+A program without a process group is one rank, for which each collective returns its own input.
 """
 
 from collections import Counter
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import errors
-from ..errors import PrivacyConfigError, RemoteError, Said, StepDropped, in_one_line
+from ..errors import ErrorLine, PrivacyConfigError, RemoteError, StepDropped, in_one_line
 
 T = TypeVar("T")
 
 
 def is_alone() -> bool:
-    """Whether this program has no process group."""
+    """Returns whether this program has no process group."""
     return not dist.is_initialized()
 
 
@@ -31,7 +31,7 @@ def world_size() -> int:
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's value on every rank."""
+    """Returns rank 0's value on every rank."""
     values = [value]
     if not is_alone():
         dist.broadcast_object_list(values, 0)
@@ -39,7 +39,7 @@ def broadcast_object(value: T) -> T:
 
 
 def say(line: str) -> None:
-    """Prints a line on the console of rank 0, which lies inside the trust boundary."""
+    """Prints a line on the console of rank 0, which is inside of the trust boundary."""
     if rank() == 0:
         errors.say(line, folds=True)
 
@@ -51,71 +51,78 @@ def on_main(function: Callable[[], T]) -> T:
     """
     if rank() == 0:
         try:
-            result = function()
+            returned = function()
         except Exception as error:
-            broadcast_object((False, tuple(in_one_line(error) or (str(error), 1))))
+            line, exit_code = in_one_line(error) or (str(error), 1)
+            broadcast_object((False, (line, exit_code)))
             raise
-        broadcast_object((True, result))
-        return result
-    ok, value = broadcast_object((True, None))
-    if not ok:
-        assert isinstance(value, tuple)
-        raise RemoteError(*value)
-    return value  # type: ignore[return-value]
+        broadcast_object((True, returned))
+        return returned
+    has_succeeded, answer = broadcast_object((True, None))
+    if not has_succeeded:
+        assert isinstance(answer, tuple)
+        raise RemoteError(*answer)
+    return answer  # type: ignore[return-value]
 
 
 def first_on_main(function: Callable[[], T]) -> T:
-    """Runs `function` everywhere, but elsewhere only after it succeeded on rank 0.
+    """Runs `function` on rank 0, and on the other ranks once it has succeeded there.
 
     An error of all ranks is then printed once, and an error of another host is printed there.
     """
     if rank() == 0:
-        result: list[T] = []
-        on_main(lambda: result.append(function()))
-        return result[0]
+        # A list takes the return value, which need not be picklable, past the broadcast.
+        returned: list[T] = []
+        on_main(lambda: returned.append(function()))
+        return returned[0]
     on_main(lambda: None)
     return function()
 
 
 def refuse_together(check: Callable[[], T]) -> list[T]:
-    """Runs `check` here; what one rank refuses, all refuse. Returns what it gave on every rank.
+    """Runs `check` on every rank and returns the answers of all ranks; one refusal refuses all.
 
     Raises:
         PrivacyConfigError: on all ranks, in the words of the first that raised it.
-        RemoteError: where it failed otherwise on another rank, such as for memory; the first such rank raises the error itself.
+        RemoteError: another rank failed in another way, such as for memory; the first such rank
+            raises the error itself.
     """
-    found, said, failed = None, None, None
+    answer = None
+    refusal = None
+    failure = None
     try:
-        found = check()
+        answer = check()
     except PrivacyConfigError as error:
-        said = str(error)
-    except Exception as error:  # the other ranks wait for an answer
-        failed = error
-    ranks = gather_objects((found, said, failed and (in_one_line(failed) or Said(str(failed), 1))))
-    for number, (_, refused, other) in enumerate(ranks):
-        if refused is not None:
-            raise PrivacyConfigError(refused)
-        if other:
-            raise (
-                failed
-                if failed is not None and number == rank()
-                else RemoteError(other.line, other.exit_code)
-            )
-    return [result for result, _, _ in ranks]  # type: ignore[misc]  # none is missing where nothing was refused
+        refusal = str(error)
+    # Any other error, too: the other ranks wait for an answer.
+    except Exception as error:
+        failure = error
+    failure_line = failure and (in_one_line(failure) or ErrorLine(str(failure), 1))
+    ranks = gather_objects((answer, refusal, failure_line))
+    for number, (_, rank_refusal, rank_failure) in enumerate(ranks):
+        if rank_refusal is not None:
+            raise PrivacyConfigError(rank_refusal)
+        if rank_failure:
+            if failure is not None and number == rank():
+                raise failure
+            raise RemoteError(rank_failure.line, rank_failure.exit_code)
+    # No answer is missing where no rank refused.
+    return [rank_answer for rank_answer, _, _ in ranks]  # type: ignore[misc]
 
 
 def agree(*, ready: bool) -> None:
-    """Waits until all ranks are here, without using a device.
+    """Waits until all ranks have called it, without using a device.
 
     Raises:
         StepDropped: on all ranks, if one is not ready.
     """
-    if all_reduce_sum(torch.tensor([0.0 if ready else 1.0])):
+    num_unready = all_reduce_sum(torch.tensor([0.0 if ready else 1.0]))
+    if num_unready:
         raise StepDropped("a rank dropped the step before its intent")
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank; pickled, so nothing that is large."""
+    """Returns every rank's value, in rank order, on every rank; pickled, so only small objects."""
     if is_alone():
         return [value]
     gathered: list[T | None] = [None] * world_size()
@@ -124,14 +131,14 @@ def gather_objects(value: T) -> list[T]:
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """The sum over ranks, in place."""
+    """Adds the tensors of all ranks up, in place, and returns the sum."""
     if not is_alone():
         dist.all_reduce(values)
     return values
 
 
 def on_any(*flags: bool) -> list[bool]:
-    """Says for each flag whether it is set on any rank: the same answer on all."""
+    """Returns whether any rank has set a flag, for each flag; all ranks get the same answer."""
     votes = torch.tensor(flags, dtype=torch.int64)
     if not is_alone():
         dist.all_reduce(votes, op=dist.ReduceOp.MAX)
@@ -139,33 +146,39 @@ def on_any(*flags: bool) -> list[bool]:
 
 
 def reduce_to_main(values: Tensor) -> Tensor:
-    """The sum over ranks, in place and on rank 0 alone."""
+    """Adds the tensors of all ranks up, in place and on rank 0 alone."""
     if not is_alone():
         dist.reduce(values, 0)
     return values
 
 
 def require_sound(device: torch.device) -> None:
-    """Call it when the device has ended a reduction and before its result is used: after an error what was received may be
-    incomplete, and NCCL says so only to who asks, where torch lets one ask. Gloo raises by itself.
+    """Refuses the result of a reduction after an error of NCCL, which may have left it incomplete.
+
+    Call it once the device has ended the reduction, and before its result is used. NCCL reports an
+    error only when asked, where torch has a way to ask. Gloo raises by itself.
 
     Raises:
         RuntimeError: NCCL reports an error or a timeout.
     """
     if is_alone() or device.type != "cuda" or "nccl" not in dist.get_backend_config():
         return
-    ask = getattr(dist.group.WORLD._get_backend(device), "get_error", None)  # type: ignore[union-attr]  # no public way
-    if ask is not None and (said := ask().name) != "SUCCESS":
+    # Torch has no public way to the backend.
+    backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    get_error = getattr(backend, "get_error", None)
+    state = "SUCCESS" if get_error is None else get_error().name
+    if state != "SUCCESS":
         raise RuntimeError(
-            f"NCCL reports {said}: what was received may be incomplete, so nothing of it is used"
+            f"NCCL reports {state}: the received sums may be incomplete, and are not used"
         )
 
 
 class Traffic:
-    """Counts the collectives that carry clipped sums or noised gradients, and the bytes that this rank sends in them.
+    """Counts collectives of clipped sums or noised gradients, and the bytes that this rank sends.
 
-    Bytes are those of an algorithm that sends nothing twice: all but a rank's own part. They follow from shapes alone, so they
-    are public. What an engine moves by itself (gathering weights) is not seen here.
+    Bytes are those of an algorithm that sends no byte twice: all but a rank's own part. They follow
+    from shapes alone, so they are public. An engine's own traffic (gathering weights) is not
+    counted.
     """
 
     def __init__(self) -> None:
@@ -182,18 +195,17 @@ class Traffic:
 
 
 traffic = Traffic()
-"""The traffic of this process since the last reset; a logical step resets it at its start."""
+"""Traffic of this process since the last reset; a logical step resets it at its start."""
 
 
 def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
-    """out (K,) = sum over ranks of their rows[this rank], rows (world_size, K)."""
+    """Sets out (K,) to the sum over ranks of their rows[this rank], rows (world_size, K)."""
     traffic.note("reduce_scatter", rows.nbytes - out.nbytes)
     if is_alone():
         out.copy_(rows[0])
         return
-    if (
-        rows.device.type == "cpu"
-    ):  # gloo's own reduce-scatter is an all-reduce: it sends nearly twice as many bytes
+    # Gloo's own reduce-scatter is an all-reduce, which sends nearly twice as many bytes.
+    if rows.device.type == "cpu":
         received = torch.empty_like(rows)
         dist.all_to_all_single(received, rows)
         out.copy_(received[0])
@@ -207,7 +219,11 @@ def reduce_scatter_sum(out: Tensor, rows: Tensor) -> None:
 def exchange(
     values: Tensor, *, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> Tensor:
-    """Sends the r-th run of `values` (of length send_counts[r]) to rank r; returns what all ranks sent here, in rank order."""
+    """Sends the r-th run of `values`, send_counts[r] long, to rank r.
+
+    Returns:
+        The runs that all ranks sent to this one, in rank order.
+    """
     received = values.new_empty(sum(receive_counts))
     traffic.note("exchange", (len(values) - send_counts[rank()]) * values.element_size())
     if is_alone():
@@ -217,7 +233,7 @@ def exchange(
 
 
 def all_gather_rows(out: Tensor, row: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """out (ranks of the group, K) = every rank's row (K,); the group of all ranks by default."""
+    """Sets out (ranks, K) to every rank's row (K,), in a group, by default that of all ranks."""
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     traffic.note("all_gather", out.nbytes - row.nbytes)
     if is_alone():

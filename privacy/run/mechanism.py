@@ -15,7 +15,7 @@ from ..noise.source import NoiseSource, SystemNoise
 from ..plan.numbers import PrivacyPlan
 from ..ranks.engine import Engine
 from ..sampling.sampler import sampler_of
-from ..step.batches import most_rows
+from ..step.batches import max_rows
 from ..step.step import Mechanism
 from ..sums.local import LocalSums, MakeAccumulator
 
@@ -44,7 +44,7 @@ def mechanism_of(
         PrivacyConfigError: a parameter or layer cannot be clipped.
     """
     sampler = sampler_of(plan)
-    rows = most_rows(sampler, micro_batch_size, nodes, plan.expected_batch_size)
+    rows = max_rows(sampler, micro_batch_size, nodes, plan.expected_batch_size)
     clipped = clipper_of(
         plan,
         engine.module,

@@ -37,7 +37,7 @@ from ..ledger.records import WHY_MIXED
 from ..plan.numbers import PrivacyPlan
 from ..ranks import clock, collectives
 from ..ranks.engine import ShardState
-from ..step.batches import LogicalBatches, StepBatch, most_micro_batches
+from ..step.batches import LogicalBatches, StepBatch, max_micro_batches
 from ..step.folder import RunFolder
 from ..step.step import Charge, Mechanism, MicroBatch, StepRecord, train_step
 from .ledger import Opening, RunLedger
@@ -265,7 +265,7 @@ class Run:
 
     def _num_micro_batches(self) -> int:
         """Returns how many micro-batches each rank goes through until the end of the run."""
-        num_per_step = most_micro_batches(
+        num_per_step = max_micro_batches(
             self.mechanism.sampler,
             collectives.world_size(),
             self.parts.micro_batch_size,

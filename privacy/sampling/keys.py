@@ -1,8 +1,9 @@
 """The sampling key: 32 secret bytes from which every coin and every per-example key is derived.
 
-Amplification by sampling assumes that nobody outside the trust boundary knows who was sampled, so the key lives in
-a 0600 file and nowhere else: no checkpoint, log, environment variable or ledger (the ledger holds a commitment).
-Derivation is HKDF-SHA256 (RFC 5869) with one info string per purpose, so that no two purposes share a key.
+Amplification by sampling assumes that the members of a batch stay secret outside of the trust
+boundary. So the key is in a 0600 file, and in no checkpoint, log, environment variable or ledger
+(the ledger holds a commitment). Derivation is HKDF-SHA256 (RFC 5869) with one info string per
+purpose, so that no two purposes share a key.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ _COMMITMENT = b"sampling key commitment v1\0"
 
 
 class SamplingKey:
-    """32 secret bytes; `repr` and `str` never show them."""
+    """Holds 32 secret bytes, which `repr` and `str` never show."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != KEY_BYTES:
@@ -37,12 +38,17 @@ class SamplingKey:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "a sampling key is not pickled: it must not reach a checkpoint or another machine's memory"
+            "a sampling key is not pickled: it must not reach a checkpoint or another machine's "
+            "memory"
         )
 
     @classmethod
     def create(cls, path: Path | str) -> Self:
-        """Draws a key from the operating system and writes it durably; PrivacyStateRefused when `path` exists."""
+        """Draws a key from the operating system and writes it durably.
+
+        Raises:
+            PrivacyStateRefused: `path` exists, or cannot be written.
+        """
         key = cls(secrets.token_bytes(KEY_BYTES))
         with refusing(f"{path}: cannot write the sampling key"):
             try:
@@ -55,24 +61,25 @@ class SamplingKey:
 
     @classmethod
     def stage(cls, path: Path | str) -> Self:
-        """Writes a new key next to `path`, to be given its name by `publish` once the ledger has committed to it.
+        """Writes a new key next to `path`; `publish` names it once the ledger has committed to it.
 
-        The order stage -> ledger `open` -> publish leaves no moment at which a crash makes a run folder unusable:
-        without a ledger a staged key was never used and is replaced; with one, `load(path, commitment)` reads it, and once that
-        ledger is durable `publish` names it.
+        The order stage -> ledger `open` -> publish leaves no moment at which a crash makes a run
+        folder unusable. Without a ledger a staged key was never used, and is replaced. With one,
+        `load(path, commitment)` reads it, and `publish` names it once the ledger is durable.
         """
         path = Path(path)
         if path.exists():
             raise PrivacyStateRefused(
-                f"{path}: a sampling key without its ledger; restore the ledger.jsonl of its run folder"
+                f"{path}: a sampling key without its ledger; restore the ledger.jsonl of its run "
+                "folder"
             )
-        staged = _staged(path)
-        durable.unlink(staged)
-        return cls.create(staged)
+        staged_path = _staged(path)
+        durable.unlink(staged_path)
+        return cls.create(staged_path)
 
     @staticmethod
     def publish(path: Path | str) -> None:
-        """Gives a staged key its final name; a key that has it stays, whatever a backup has put next to it."""
+        """Gives a staged key its final name; a key that has it stays."""
         path = Path(path)
         if not path.exists() and _staged(path).exists():
             durable.rename(_staged(path), path)
@@ -80,14 +87,18 @@ class SamplingKey:
 
     @classmethod
     def load(cls, path: Path | str, commitment: str | None = None) -> Self:
-        """Reads the key; PrivacyStateRefused when others may have read it or it is not the one committed to.
+        """Reads the key.
 
-        Nothing is written: a key gets its name (`publish`) only once the ledger that committed to it is durable, and a ledger
-        that a killed program left is so only once it is opened. A power cut in between would lose the ledger and keep the key.
+        Writes nothing: a key gets its name (`publish`) only once the ledger that committed to it is
+        durable, and the ledger of a killed program is durable only once it is opened. A power cut
+        in between would lose the ledger and keep the key.
 
         Args:
-            path: the key file, a regular file of 32 bytes, owned by this user, without group or other permissions.
-            commitment: the ledger's `key_commitment`; where there is no key, a staged one that matches it is the key.
+            path: a regular file of 32 bytes, owned by this user, without permissions for others.
+            commitment: the ledger's `key_commitment`. If there is no key, a staged one is read.
+
+        Raises:
+            PrivacyStateRefused: others may have read the key, or it contradicts the commitment.
         """
         path = Path(path)
         if commitment is not None and not path.exists() and _staged(path).exists():
@@ -95,11 +106,10 @@ class SamplingKey:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            said = f"cannot read the sampling key: {error.strerror or error}"
-            said += "; a published copy has none: take the run's own folder" * isinstance(
-                error, FileNotFoundError
-            )
-            raise PrivacyStateRefused(f"{path}: {said}") from error
+            reason = f"cannot read the sampling key: {error.strerror or error}"
+            if isinstance(error, FileNotFoundError):
+                reason += "; a published copy has none: take the run's own folder"
+            raise PrivacyStateRefused(f"{path}: {reason}") from error
         try:
             status = os.fstat(descriptor)
             mode = status.st_mode & 0o777
@@ -125,27 +135,30 @@ class SamplingKey:
         return key
 
     def commitment(self) -> str:
-        """SHA-256 of a label and the key, in hex: binding, and hiding because the key is 256 random bits."""
+        """Returns the SHA-256 of a label and the key, in hex.
+
+        It is binding, and hiding because the key is 256 random bits.
+        """
         return hashlib.sha256(_COMMITMENT + self._secret).hexdigest()
 
     def hmac(self, data: bytes) -> str:
-        """HMAC-SHA256 of `data` in hex, the only form in which private data may enter the ledger."""
+        """Returns the HMAC-SHA256 of `data` in hex, the one form of private data in the ledger."""
         return hmac.new(self._derive(b"ledger hmac v1\0"), data, hashlib.sha256).hexdigest()
 
     def coin_key(self, session_nonce: bytes, attempt: int) -> bytes:
-        """AES-256 key of the Poisson coins of one attempt in one start of the program."""
+        """Returns the AES-256 key of the Poisson coins of one attempt in one start."""
         return self._derive(b"poisson coins v1\0" + _context(session_nonce, attempt))
 
     def example_key(self, session_nonce: bytes, attempt: int) -> bytes:
-        """AES-256 key of the per-example keys (augmentation, dropout, masking) of one attempt."""
+        """Returns the AES-256 key of an attempt's example keys (augmentation, dropout, masking)."""
         return self._derive(b"example keys v1\0" + _context(session_nonce, attempt))
 
     def row_key(self, session_nonce: bytes, attempt: int) -> bytes:
-        """AES-256 key of the rows in which the members of one attempt stand (privacy/sampling/rows.py)."""
+        """Returns the AES-256 key of the rows of one attempt's members (rows.py)."""
         return self._derive(b"rows of members v1\0" + _context(session_nonce, attempt))
 
     def schedule_key(self) -> bytes:
-        """AES-256 key of a schedule that is the same in every session and attempt (privacy/sampling/shuffle.py)."""
+        """Returns the AES-256 key of a schedule for all sessions and attempts (shuffle.py)."""
         return self._derive(b"epoch schedule v1\0")
 
     def _derive(self, info: bytes) -> bytes:
@@ -153,7 +166,9 @@ class SamplingKey:
 
 
 def _context(session_nonce: bytes, attempt: int) -> bytes:
-    assert len(session_nonce) == NONCE_BYTES, "nonce and attempt stand side by side"
+    assert len(session_nonce) == NONCE_BYTES, (
+        "another length could give two pairs of nonce and attempt one context"
+    )
     return session_nonce + attempt.to_bytes(8, "big")
 
 

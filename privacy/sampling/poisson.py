@@ -1,9 +1,8 @@
-"""True Poisson sampling by keyed coins: anyone with the key can recompute any part of any step's membership.
+"""True Poisson sampling by keyed coins: the key recomputes any part of any step's membership.
 
-Example i is in step t iff u64(AES-256-CTR(K, t, i)) < Q, with Q = floor(q 2^64) and K derived from the sampling key,
-the session nonce and the attempt (privacy/sampling/keys.py). The counter block is 8 bytes big-endian t, then 8 bytes
-big-endian j; its 16 bytes of key stream are the two little-endian u64 of examples 2j and 2j + 1. A pseudo-random
-function makes the coins independent over examples and steps, which is what the accountant assumes, and random access
+Example i is in step t iff u64(AES-256-CTR(K, t, i)) < Q, with Q = floor(q 2^64) and K derived from
+the sampling key, the session nonce and the attempt (keys.py); `coins` has the layout. A
+pseudo-random function makes the coins independent, as the accountant assumes, and random access
 makes the members equal for every world size, worker count and order of access.
 """
 
@@ -24,43 +23,43 @@ from .keys import SamplingKey
 Ids = NDArray[np.int64]
 Values = NDArray[np.uint64]
 
-# Examples decided at once: 1 MiB of key stream stays in the cache, and malloc gives its memory again without new pages.
 CHUNK = 1 << 17
+"""Examples decided at once: 1 MiB of key stream stays in the cache, and malloc reuses its pages."""
 
 
-class Decided(NamedTuple):
-    """Included examples in rising order of id, with the random values that decided (the cap needs them)."""
+class Decisions(NamedTuple):
+    """Included examples in rising order of id, with their random values, which the cap needs."""
 
     ids: Ids
     values: Values
 
 
 class Sampler(ABC):
-    """What decides who is in a step: the one below, or that of shuffle.py."""
+    """Decides which examples are in a step: Poisson's sampler below, or that of shuffle.py."""
 
     num_examples: int
 
     @property
     @abstractmethod
     def cap(self) -> int | None:
-        """The largest batch, if there is one."""
+        """Returns the size of the largest batch, or None if there is no limit."""
 
     @abstractmethod
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
-        """The key that `decide` and `members` need for one attempt."""
+        """Returns the key that `decide` and `members` need for one attempt."""
 
     @abstractmethod
     def decide(
         self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
-    ) -> Decided:
+    ) -> Decisions:
         """Decides the examples of [start, stop) for `step`."""
 
     def members(self, coin_key: bytes, step: int) -> Ids:
-        """All members of `step` in rising order, cap applied: what an auditor recomputes."""
+        """Returns all members of `step` in rising order, cap applied; auditors recompute them."""
         return self.merge([self.decide(coin_key, step)])
 
-    def merge(self, slices: Sequence[Decided]) -> Ids:
-        """Joins the decisions of disjoint slices, in any order, and applies the cap: sorted ids."""
+    def merge(self, slices: Sequence[Decisions]) -> Ids:
+        """Joins decisions of disjoint slices, in any order; applies the cap and sorts the ids."""
         ids = np.concatenate([part.ids for part in slices])
         values = np.concatenate([part.values for part in slices])
         return truncate(ids, values, self.cap)
@@ -68,7 +67,10 @@ class Sampler(ABC):
 
 @dataclass(frozen=True)
 class PoissonSampler(Sampler):
-    """Poisson sampling of `num_examples` examples with probability `threshold` / 2^64, cut to `cap` examples."""
+    """Draws each of `num_examples` examples with probability `threshold` / 2^64.
+
+    A batch of more than `cap` examples is cut to `cap`.
+    """
 
     num_examples: int
     threshold: int
@@ -78,48 +80,48 @@ class PoissonSampler(Sampler):
     def with_expected_batch(
         cls, num_examples: int, expected_batch_size: int, cap: int | None
     ) -> Self:
-        """The sampler with rate B / n, computed in integers: Q = floor(B 2^64 / n)."""
+        """Returns the sampler with rate B / n, computed in integers: Q = floor(B 2^64 / n)."""
         if not 1 <= expected_batch_size <= num_examples:
             raise PrivacyConfigError(
-                f"expected_batch_size must be between 1 and the number of examples ({num_examples}), "
-                f"not {expected_batch_size}"
+                "expected_batch_size must be between 1 and the number of examples "
+                f"({num_examples}), not {expected_batch_size}"
             )
         return cls(num_examples, (expected_batch_size << 64) // num_examples, cap)
 
     @property
     def sample_rate(self) -> float:
-        """Q / 2^64 as a float, rounded up: the rate that the accountant is charged with."""
-        exact = Fraction(self.threshold, 2**64)
-        return (
-            float(exact) if Fraction(float(exact)) >= exact else math.nextafter(float(exact), 1.0)
-        )
+        """Returns Q / 2^64 as a float, rounded up: the accountant's rate."""
+        exact_rate = Fraction(self.threshold, 2**64)
+        nearest_rate = float(exact_rate)
+        is_upper_bound = Fraction(nearest_rate) >= exact_rate
+        return nearest_rate if is_upper_bound else math.nextafter(nearest_rate, 1.0)
 
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
-        """Fresh coins for every start of the program and every attempt."""
+        """Returns a fresh key for every start of the program and every attempt."""
         return key.coin_key(session_nonce, attempt)
 
     def decide(
         self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
-    ) -> Decided:
-        """Decides the examples of [start, stop) for `step`; memory is that of one chunk plus the result."""
+    ) -> Decisions:
+        """Decides the examples of [start, stop) for `step`, one chunk in memory at a time."""
         stop = self.num_examples if stop is None else stop
-        last = np.uint64(self.threshold - 1)
-        ids, values = [], []
-        for first, drawn in coins(coin_key, step, start, stop):
-            hits = np.flatnonzero(drawn <= last)
-            ids.append(hits + first)
-            values.append(drawn[hits])
-        return Decided(
-            np.concatenate([np.empty(0, np.int64), *ids]),
-            np.concatenate([np.empty(0, np.uint64), *values]),
-        )
+        # Q itself may be 2^64, which no uint64 holds.
+        largest_hit = np.uint64(self.threshold - 1)
+        # Empty arrays set the dtype of a result without chunks.
+        ids = [np.empty(0, np.int64)]
+        values = [np.empty(0, np.uint64)]
+        for first_id, chunk in coins(coin_key, step, start, stop):
+            hits = np.flatnonzero(chunk <= largest_hit)
+            ids.append(hits + first_id)
+            values.append(chunk[hits])
+        return Decisions(np.concatenate(ids), np.concatenate(values))
 
 
 def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:
     """Keeps the `cap` smallest values (ties: the smaller id) and returns the ids in rising order.
 
-    Given inclusion the values are uniform and independent, so this is the uniform down-sampling that
-    `TruncatedSubsampledGaussianDpEvent` charges.
+    Given inclusion the values are uniform and independent, so this is the uniform down-sampling
+    that `TruncatedSubsampledGaussianDpEvent` charges.
     """
     if cap is not None and len(ids) > cap:
         ids = ids[np.lexsort((ids, values))[:cap]]
@@ -127,15 +129,17 @@ def truncate(ids: Ids, values: Values, cap: int | None) -> Ids:
 
 
 def slice_bounds(num_examples: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The (start, stop) of the examples whose coins this rank decides."""
-    return num_examples * rank // world_size, num_examples * (rank + 1) // world_size
+    """Returns the (start, stop) of the examples whose coins this rank decides."""
+    start = num_examples * rank // world_size
+    stop = num_examples * (rank + 1) // world_size
+    return start, stop
 
 
 def example_keys(example_key: bytes, step: int, ids: Ids) -> Values:
-    """One secret 64-bit key per (step, example), for augmentation, dropout and masking.
+    """Returns one secret 64-bit key per (step, example), for augmentation, dropout and masking.
 
-    AES-256 of the block (8 bytes big-endian step, 8 bytes big-endian id), first 8 bytes read as little-endian: a
-    function of that example alone, under a key that shares nothing with the coins.
+    AES-256 of the block (8 bytes big-endian step, 8 bytes big-endian id), first 8 bytes read as
+    little-endian: a function of that example alone, under a key that shares nothing with the coins.
     """
     blocks = np.empty((len(ids), 2), dtype=">u8")
     blocks[:, 0] = step
@@ -147,9 +151,11 @@ def example_keys(example_key: bytes, step: int, ids: Ids) -> Values:
 
 
 def coins(coin_key: bytes, step: int, start: int, stop: int) -> Iterator[tuple[int, Values]]:
-    """Yields (id of the first, values) over [start, stop), at most CHUNK values at a time.
+    """Yields (id of the first example, values) over [start, stop), at most CHUNK values at a time.
 
-    Each array has memory of its own, so callers may keep them all. One CTR stream: blocks are never computed twice.
+    The counter block is 8 bytes big-endian step, then 8 bytes big-endian j; its 16 bytes of key
+    stream are the two little-endian u64 of examples 2j and 2j + 1. One CTR stream computes no block
+    twice. Each array has memory of its own, so callers may keep them all.
     """
     position = start - start % 2
     counter = step.to_bytes(8, "big") + (position // 2).to_bytes(8, "big")

@@ -1,4 +1,4 @@
-"""The sampler of a plan."""
+"""Builds the sampler of a plan."""
 
 from ..plan.numbers import PrivacyPlan
 from .poisson import PoissonSampler, Sampler

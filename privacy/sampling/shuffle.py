@@ -1,9 +1,10 @@
 """Shuffled epochs, behind the sampler's interface.
 
-Every example is in exactly one step of each epoch of S = ceil(n / B) steps, so batches hold at most about B examples. The
-schedule comes from the run's key alone, without session and attempt: a retry must repeat its batch, or an example could
-come twice in one epoch. This is for public data, and makes no claim. Poisson's epsilon for it would be false: at DP-Cap's point
-it says 7.4 where the worst case is above 51 (Chua et al. 2024, arXiv 2403.17673).
+Every example is in exactly one step of each epoch of S = ceil(n / B) steps, so batches have at most
+about B examples. The schedule comes from the run's key alone, without session and attempt: a retry
+must repeat its batch, or an example could come twice in one epoch. Shuffling is for public data and
+makes no claim: at DP-Cap's point Poisson's epsilon would say 7.4 where the worst case is above 51
+(Chua et al. 2024, arXiv 2403.17673).
 """
 
 import functools
@@ -13,46 +14,55 @@ from dataclasses import dataclass
 import numpy as np
 
 from .keys import SamplingKey
-from .poisson import Decided, Ids, Sampler
+from .poisson import Decisions, Ids, Sampler
 
 
 @dataclass(frozen=True)
 class ShuffleSampler(Sampler):
-    """A fresh keyed permutation of all examples each epoch, cut into S batches whose sizes differ by at most one."""
+    """Cuts a fresh keyed permutation of all examples in each epoch into S batches.
+
+    Their sizes differ by at most one.
+    """
 
     num_examples: int
     expected_batch_size: int
 
     @property
     def steps_per_epoch(self) -> int:
-        """S = ceil(n / B)."""
+        """Returns S = ceil(n / B)."""
         return -(-self.num_examples // self.expected_batch_size)
 
     def coin_key(self, key: SamplingKey, session_nonce: bytes, attempt: int) -> bytes:
-        """The key of the whole run's schedule; session and attempt do not enter (a retry repeats its batch)."""
+        """Returns the key of the run's schedule, the same for all sessions and attempts."""
         return key.schedule_key()
 
     @property
     def cap(self) -> int:
-        """The largest batch; nothing is ever cut."""
+        """Returns the size of the largest batch; no example is ever cut."""
         return math.ceil(self.num_examples / self.steps_per_epoch)
 
     def decide(
         self, coin_key: bytes, step: int, start: int = 0, stop: int | None = None
-    ) -> Decided:
-        """The members of `step` within [start, stop); the first of an epoch costs one shuffle of the examples' numbers."""
+    ) -> Decisions:
+        """Returns the members of `step` within [start, stop).
+
+        The first call of an epoch costs one shuffle of the examples' numbers.
+        """
         stop = self.num_examples if stop is None else stop
         epoch, index = divmod(step - 1, self.steps_per_epoch)
-        first, last = (
-            self.num_examples * (index + part) // self.steps_per_epoch for part in (0, 1)
-        )
+        first = self.num_examples * index // self.steps_per_epoch
+        last = self.num_examples * (index + 1) // self.steps_per_epoch
         ids = np.sort(_order(coin_key, epoch, self.num_examples)[first:last])
         ids = ids[(ids >= start) & (ids < stop)]
-        return Decided(ids, np.zeros(len(ids), np.uint64))
+        return Decisions(ids, np.zeros(len(ids), np.uint64))
 
 
-@functools.lru_cache(maxsize=1)  # 8 bytes an example; steps come in order
+# One epoch alone: an order takes 8 bytes an example, and steps come in order.
+@functools.lru_cache(maxsize=1)
 def _order(coin_key: bytes, epoch: int, num_examples: int) -> Ids:
-    """All examples in the random order of an epoch. Philox is counter-based: each epoch has a stream of its own."""
+    """Returns all examples in the random order of an epoch.
+
+    Philox is counter-based, so each epoch has a stream of its own.
+    """
     stream = np.random.Philox(key=int.from_bytes(coin_key[:16], "big"), counter=epoch << 128)
     return np.random.Generator(stream).permutation(num_examples)

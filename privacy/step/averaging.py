@@ -1,8 +1,9 @@
-"""Exponential moving average of the weights: post-processing of noised steps, so it costs no privacy.
+"""Exponential moving average of the weights: post-processing of noised steps, free of privacy cost.
 
-Sharded like the master weights: each rank averages the coordinates that it owns, whatever the engine. Checkpoints hold it with
-the weights; `Checkpoint.load_weights(..., average=True)` gives the averaged model to evaluation and export, and
-`in_use` to evaluation during training. The trainer keeps one for `train.ema_decay`, and a `PrivateLoop` what is registered.
+The average is sharded like the master weights: each rank averages the coordinates that it owns,
+whatever the engine. Checkpoints hold it beside the weights: `Checkpoint.load_weights(...,
+average=True)` loads it for evaluation and export, and `in_use` for evaluation during training. The
+trainer keeps an average for `train.ema_decay`, and a `PrivateLoop` the one that is registered.
 """
 
 import contextlib
@@ -19,12 +20,15 @@ from ..ranks.engine import Engine, Piece, ShardState, holds_whole_weights
 
 
 def decay_at(step: int, decay: float) -> float:
-    """Decay of step 1, 2, ...: at most (1 + step) / (10 + step), so that a short run forgets its initial weights."""
+    """Returns the decay of a step, which counts from 1: at most (1 + step) / (10 + step).
+
+    So a short run forgets its initial weights.
+    """
     return min(decay, (1 + step) / (10 + step))
 
 
 class WeightAverage:
-    """average <- decay * average + (1 - decay) * weights after every step, in fp32."""
+    """Computes average <- decay * average + (1 - decay) * weights after every step, in fp32."""
 
     _engine: Engine
 
@@ -37,14 +41,14 @@ class WeightAverage:
         self._average: dict[Piece, Tensor] = {}
 
     def start(self, engine: Engine, resumed: Checkpoint | None) -> Self:
-        """Starts from the checkpoint's average or, where there is none, from the weights as they are."""
+        """Starts from the checkpoint's average, or from the present weights if it has none."""
         self._engine = engine
-        stored = resumed if resumed is not None and AVERAGE in resumed.kinds else None
+        has_average = resumed is not None and AVERAGE in resumed.kinds
         for state in engine.state():
             average = state.tensors["param"].detach().float().clone()
             self._average[state.piece] = average
-            if stored is not None:
-                average.copy_(stored.part(AVERAGE, state.piece))
+            if resumed is not None and has_average:
+                average.copy_(resumed.part(AVERAGE, state.piece))
         return self
 
     def update(self, step: int) -> None:
@@ -56,7 +60,7 @@ class WeightAverage:
     @contextlib.contextmanager
     @torch.no_grad()
     def in_use(self) -> Iterator[None]:
-        """Inside, the module computes with the average. Collective.
+        """Yields while the module computes with the average. Collective.
 
         Raises:
             PrivacyConfigError: the module is in shards.
@@ -66,22 +70,21 @@ class WeightAverage:
                 "the average is used where each rank has the whole model; load it from a checkpoint"
             )
         average = {name: torch.empty(shape.numel()) for name, shape in self._engine.shapes.items()}
-        for pieces in collectives.gather_objects(
-            {piece: values.cpu() for piece, values in self._average.items()}
-        ):
-            for piece, values in pieces.items():
+        owned_average = {piece: values.cpu() for piece, values in self._average.items()}
+        for rank_average in collectives.gather_objects(owned_average):
+            for piece, values in rank_average.items():
                 average[piece.name][piece.offset : piece.offset + piece.length] = values
         parameters = {n: p for n, p in self._engine.module.named_parameters() if n in average}
-        kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             parameter.copy_(average[name].view(parameter.shape))
         try:
             yield
         finally:
             for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
+                parameter.copy_(weights[name])
 
     def states(self) -> Iterator[ShardState]:
-        """The engine's states with the average added to them, for a checkpoint."""
+        """Yields the engine's states with the average added to them, for a checkpoint."""
         for state in self._engine.state():
             yield ShardState(state.piece, {**state.tensors, AVERAGE: self._average[state.piece]})

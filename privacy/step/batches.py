@@ -1,8 +1,9 @@
 """Which examples this rank reads in each logical step, and how many micro-batches every rank runs.
 
-Each rank decides the coins of its own slice of the data; the decisions are gathered and the cap is applied to all of them, so
-that members do not depend on the number of ranks (contract 1). They stand in random rows of the micro-batches of all ranks
-(privacy/sampling/rows.py). Pulling a plan is a collective.
+Each rank decides the coins of its own slice of the data. The decisions are gathered and the cap is
+applied to all of them, so members do not depend on the number of ranks (contract 1). They get
+random rows in the micro-batches of all ranks (privacy/sampling/rows.py). Pulling a batch is a
+collective.
 """
 
 from __future__ import annotations
@@ -18,52 +19,61 @@ from numpy.typing import NDArray
 from ..ranks import collectives
 from ..sampling.keys import SamplingKey
 from ..sampling.poisson import Ids, Sampler, example_keys, slice_bounds
-from ..sampling.rows import deal, most_of_share, shares_of_nodes
+from ..sampling.rows import deal, share_bound, shares_of_nodes
 
 
 def num_micro_batches(count: int, world_size: int, size: int) -> int:
-    """How many micro-batches of `size` every rank runs for a logical batch of `count` examples; at least one."""
+    """Returns how many micro-batches of `size` each rank runs for `count` examples; at least 1."""
     return max(1, math.ceil(math.ceil(count / world_size) / size))
 
 
-def most_micro_batches(
+def max_micro_batches(
     sampler: Sampler,
     world_size: int,
     size: int,
     nodes: Sequence[int] = (),
     expected_batch_size: int = 0,
 ) -> int:
-    """How many micro-batches every rank runs for a batch of as many examples as there may be; see `LogicalBatches`."""
-    most = sampler.num_examples if sampler.cap is None else sampler.cap
-    count = num_micro_batches(most, world_size, size)
-    for share in shares_of_nodes(nodes, sampler.num_examples) if nodes else ():
-        expected = (share.stop - share.start) * expected_batch_size / sampler.num_examples
-        count = max(
-            count, num_micro_batches(min(most_of_share(expected), most), len(share.ranks), size)
-        )
+    """Returns how many micro-batches every rank runs for the largest batch that can be drawn.
+
+    Args:
+        size: examples of a micro-batch.
+        nodes: see `LogicalBatches`; so is `expected_batch_size`.
+    """
+    largest_batch = sampler.num_examples if sampler.cap is None else sampler.cap
+    count = num_micro_batches(largest_batch, world_size, size)
+    shares = shares_of_nodes(nodes, sampler.num_examples) if nodes else []
+    for share in shares:
+        expected_members = (share.stop - share.start) * expected_batch_size / sampler.num_examples
+        largest_part = min(share_bound(expected_members), largest_batch)
+        count = max(count, num_micro_batches(largest_part, len(share.ranks), size))
     return count
 
 
-def most_rows(
+def max_rows(
     sampler: Sampler, micro_batch_size: int, nodes: Sequence[int], expected_batch_size: int
 ) -> int:
-    """Rows of one rank for which its sums need room in one logical batch: twice what a step runs, since checks run some too."""
-    count = most_micro_batches(
+    """Returns the rows of one rank for which its sums need room in one logical batch.
+
+    These are twice as many as a step runs, since the checks of a micro-batch run some, too.
+    """
+    count = max_micro_batches(
         sampler, collectives.world_size(), micro_batch_size, nodes, expected_batch_size
     )
     return 2 * count * micro_batch_size
 
 
 class StepBatch(NamedTuple):
-    """What one rank reads for one logical step; the data room takes it as it is.
+    """The examples that one rank reads for one logical step; the data room takes it as it is.
 
     Attributes:
         step: number of the logical step.
-        example_ids: int64, this rank's examples in rising order; reading does not rely on the order.
+        example_ids: int64, this rank's examples in rising order, on which reading does not rely.
         example_keys: uint64, one secret random key per example (augmentation, masks).
-        num_micro_batches: at least 1, the same on every rank; len(example_ids) <= num_micro_batches * micro_batch_size.
-        rows: int64, where each example stands among the num_micro_batches * micro_batch_size rows; one after the other from
-            row 0 on if None.
+        num_micro_batches: at least 1, the same on every rank;
+            len(example_ids) <= num_micro_batches * micro_batch_size.
+        rows: int64, the row of each example among the num_micro_batches * micro_batch_size rows;
+            one after the other from row 0 on if None.
     """
 
     step: int
@@ -75,14 +85,16 @@ class StepBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class LogicalBatches:
-    """The plans of one session.
+    """Draws the batches of one session.
 
     Attributes:
-        key, nonce: these and the attempt determine every coin and every row.
+        key: the sampling key. With `nonce` and the attempt it determines every coin and every row.
+        nonce: of the session.
         attempts: the ledger's number of earlier attempts by step; a retry takes new coins.
-        pads_to_cap: every step runs the number and shapes of micro-batches of the capped batch (contracts 4 and 12). Runs
-            without privacy run as many as the sample fills.
-        nodes: the node of each rank, where each node reads its share of the examples (data.staging); empty otherwise.
+        pads_to_cap: every step runs the number and shapes of micro-batches of the capped batch
+            (contracts 4 and 12). Runs without privacy run as many as the sample fills.
+        nodes: the node of each rank, where each node reads its share of the examples
+            (data.staging); empty otherwise.
         expected_batch_size: needed with `nodes`.
     """
 
@@ -96,34 +108,39 @@ class LogicalBatches:
     expected_batch_size: int = 0
 
     def plans(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """The plans of steps first_step..last_step, drawn when they are pulled."""
+        """Yields the batches of steps first_step..last_step, each drawn when it is pulled."""
         for step in range(first_step, last_step + 1):
             yield self.plan(step)
 
     def plan(self, step: int) -> StepBatch:
-        """The plan of one step. Collective."""
-        rank, world_size = collectives.rank(), collectives.world_size()
+        """Draws this rank's part of a step's batch. Collective."""
+        rank = collectives.rank()
+        world_size = collectives.world_size()
         attempt = self.attempts.get(step, 0)
         coin_key = self.sampler.coin_key(self.key, self.nonce, attempt)
         start, stop = slice_bounds(self.sampler.num_examples, world_size, rank)
-        members = self.sampler.merge(
-            collectives.gather_objects(self.sampler.decide(coin_key, step, start, stop))
-        )
-        size, shares = self.micro_batch_size, []
-        if self.nodes:
-            shares = shares_of_nodes(self.nodes, self.sampler.num_examples)
+        decisions = collectives.gather_objects(self.sampler.decide(coin_key, step, start, stop))
+        members = self.sampler.merge(decisions)
+        shares = shares_of_nodes(self.nodes, self.sampler.num_examples) if self.nodes else []
+        size = self.micro_batch_size
         if self.pads_to_cap:
-            count = most_micro_batches(
+            count = max_micro_batches(
                 self.sampler, world_size, size, self.nodes, self.expected_batch_size
             )
         else:
             count = num_micro_batches(len(members), world_size, size)
             for share in shares:
-                here = int(np.diff(np.searchsorted(members, (share.start, share.stop)))[0])
-                count = max(count, num_micro_batches(here, len(share.ranks), size))
-        row_key = self.key.row_key(self.nonce, attempt)
+                bounds = np.searchsorted(members, (share.start, share.stop))
+                share_count = int(np.diff(bounds)[0])
+                count = max(count, num_micro_batches(share_count, len(share.ranks), size))
         ids, rows = deal(
-            row_key, step, members, count * self.micro_batch_size, world_size, rank, shares
+            self.key.row_key(self.nonce, attempt),
+            step,
+            members,
+            count * size,
+            world_size,
+            rank,
+            shares,
         )
         keys = example_keys(self.key.example_key(self.nonce, attempt), step, ids)
         return StepBatch(step, ids, keys, count, rows)

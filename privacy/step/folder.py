@@ -1,4 +1,4 @@
-"""The run folder: what lies where, who may read it, and one trainer at a time."""
+"""The run folder: its files, who may read them, and one trainer at a time."""
 
 import contextlib
 import fcntl
@@ -31,50 +31,53 @@ PACKAGES = (
 VERIFIER = Path(verify.__file__)
 """Rechecks a published folder without the rest of the project, so every folder holds it."""
 FILES = (
-    *(
-        "ledger.jsonl",
-        "metrics.jsonl",
-        "config.toml",
-        "ds_config.json",
-        "environment.json",
-        VERIFIER.name,
-        "STOP",
-    ),
-    *(
-        "checkpoints/LATEST",
-        "evaluation/*.*",
-        "behind/*",
-        "private/index/*",
-        "private/heldout-index/*",
-    ),
-    *(
-        f"private/{name}"
-        for name in ("lock", "visible", "sampling.key", "sampling.key.staged", FILE)
-    ),
-    *(
-        f"private/{name}"
-        for name in ("metrics.jsonl", "status.*", "chosen.json", "heldout.jsonl", "*.png")
-    ),
+    "ledger.jsonl",
+    "metrics.jsonl",
+    "config.toml",
+    "ds_config.json",
+    "environment.json",
+    VERIFIER.name,
+    "STOP",
+    "checkpoints/LATEST",
+    "evaluation/*.*",
+    "behind/*",
+    "private/index/*",
+    "private/heldout-index/*",
+    "private/lock",
+    "private/visible",
+    "private/sampling.key",
+    "private/sampling.key.staged",
+    f"private/{FILE}",
+    "private/metrics.jsonl",
+    "private/status.*",
+    "private/chosen.json",
+    "private/heldout.jsonl",
+    "private/*.png",
 )
+"""Files that a start, or a step, reads or writes: patterns in the run folder."""
 FOLDERS = (
-    *(
-        "checkpoints",
-        "checkpoints/step-*",
-        "checkpoints/.step-*",
-        "evaluation",
-        "tensorboard",
-        "behind",
-        "private",
-    ),
-    *("private/index", "private/heldout-index", "private/tensorboard", "private/profile"),
+    "checkpoints",
+    "checkpoints/step-*",
+    "checkpoints/.step-*",
+    "evaluation",
+    "tensorboard",
+    "behind",
+    "private",
+    "private/index",
+    "private/heldout-index",
+    "private/tensorboard",
+    "private/profile",
 )
-"""Names that a start, or a step, reads or writes: patterns in the run folder."""
+"""Folders that a start, or a step, reads or writes: patterns in the run folder."""
 LOCK_PATIENCE = 5.0
 """Seconds that a start waits for a trainer that is just ending."""
 
 
 class RunFolder:
-    """Paths of one run. `create` makes them; only rank 0 calls it, and `lock` before anything else."""
+    """Holds the paths of one run.
+
+    `create` makes them; only rank 0 calls it, and calls `lock` before anything else.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -103,65 +106,76 @@ class RunFolder:
     def lock(self) -> None:
         """Takes the run folder for this process until it ends, however it ends.
 
-        A killed process gives its lock back only after its memory, which takes the kernel some time, and a scheduler may
-        start the run again within that time; so this waits a few seconds before it refuses.
+        A killed process gives its lock back only after its memory, which takes the kernel some
+        time, and a scheduler may start the run again within that time; so this waits a few seconds
+        before it refuses.
 
         Raises:
             ConfigError: another trainer has it.
         """
         deadline = time.monotonic() + LOCK_PATIENCE
-        while (lock := try_lock(self.private / "lock")) is None:
+        path = self.private / "lock"
+        lock = try_lock(path)
+        while lock is None:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"run folder {self.root} is in use by another trainer; wait for it or take another run folder"
+                    f"run folder {self.root} is in use by another trainer; wait for it or take "
+                    "another run folder"
                 )
             time.sleep(0.1)
+            lock = try_lock(path)
         self._lock = lock
 
     def release(self) -> None:
         """Gives the lock back before the process ends."""
         if self._lock is not None:
-            with contextlib.suppress(
-                OSError
-            ):  # somebody else has closed it, and the lock went with it
+            # The lock is gone already if other code has closed the descriptor.
+            with contextlib.suppress(OSError):
                 os.close(self._lock)
             self._lock = None
 
     def take(self) -> None:
-        """Enters and locks the folder, in which nothing else changes until `begin`.
+        """Enters the folder and locks it; the folder changes no further until `begin`.
 
         Raises:
-            ConfigError, PrivacyStateRefused: as `enter`; ConfigError also where another trainer has it, or something of another
-                kind has the name of a file or folder of a run.
+            ConfigError: the folder cannot be made, another trainer has it, or a file or folder has
+                a name that the run needs for the other kind.
+            PrivacyStateRefused: see `require_kinds` and `require_whole`.
         """
         self.require_kinds()
         self.enter()
         self.lock()
 
     def require_kinds(self) -> None:
-        """Looks at what a run opens, before anything is opened: a pipe would block, and a folder would end the run in its middle.
+        """Refuses files where a run needs folders, and the reverse, before anything is opened.
+
+        Opening a pipe would block, and a folder would end the run in its middle.
 
         Raises:
-            ConfigError: a file is no regular file, or a folder none; a link counts as what it leads to.
+            ConfigError: a path is not a regular file, or not a folder; a link counts as its target.
             PrivacyStateRefused: the same of ledger, sampling key or record of attempts.
         """
-        for patterns, kind, fits in (
+        for patterns, kind, is_of_kind in (
             (FILES, "file", Path.is_file),
             (FOLDERS, "folder", Path.is_dir),
         ):
             for pattern in patterns:
-                for path in (
-                    sorted(self.root.glob(pattern)) if "*" in pattern else [self.root / pattern]
-                ):
-                    if os.path.lexists(path) and not fits(path):
-                        is_privacy_state = path in (self.ledger, self.key, self.members)
-                        error = PrivacyStateRefused if is_privacy_state else ConfigError
-                        raise error(
-                            f"{path}: is no {kind}, and a run needs a {kind} of this name: move it away"
-                        )
+                has_wildcard = "*" in pattern
+                paths = sorted(self.root.glob(pattern)) if has_wildcard else [self.root / pattern]
+                for path in paths:
+                    if not os.path.lexists(path) or is_of_kind(path):
+                        continue
+                    is_privacy_state = path in (self.ledger, self.key, self.members)
+                    error = PrivacyStateRefused if is_privacy_state else ConfigError
+                    raise error(
+                        f"{path}: is not a {kind}, and a run needs a {kind} of this name: move it "
+                        "away"
+                    )
         for path in self.checkpoints.glob("step-*"):
             if not path.name.removeprefix("step-").isdigit():
-                raise ConfigError(f"{path}: has no name of a checkpoint, step-NUMBER: move it away")
+                raise ConfigError(
+                    f"{path}: is not named as a checkpoint, step-NUMBER: move it away"
+                )
 
     def enter(self) -> None:
         """Makes a folder that is new.
@@ -171,23 +185,23 @@ class RunFolder:
             PrivacyStateRefused: see `require_whole`.
         """
         self.require_whole()
-        if (
-            not self.ledger.exists()
-        ):  # also after a crash in here, which may have left names that are not durable
+        # A crash in `create` may have left names that are not durable, so the ledger decides.
+        if not self.ledger.exists():
             self.create()
 
     def require_whole(self) -> None:
-        """Refuses a folder that has lost what nothing can make again.
+        """Refuses a folder that has lost a file which the project cannot make again.
 
         Raises:
-            PrivacyStateRefused: the sampling key is gone, or a checkpoint stands without its ledger.
+            PrivacyStateRefused: the sampling key is missing, or a checkpoint has no ledger.
         """
-        if self.ledger.exists() and not any(
-            self.private.glob(f"{self.key.name}*")
-        ):  # it may be staged
-            lost = self.key if self.private.is_dir() else self.private
+        # The pattern matches a staged key, too.
+        has_key = any(self.private.glob(f"{self.key.name}*"))
+        if self.ledger.exists() and not has_key:
+            lost_path = self.key if self.private.is_dir() else self.private
             raise PrivacyStateRefused(
-                f"{self.ledger} has lost {lost}, without which its coins are unknown: restore it, or take another run folder"
+                f"{self.ledger} has lost {lost_path}, without which its coins are unknown: restore "
+                "it, or take another run folder"
             )
         if not self.ledger.exists() and any(self.checkpoints.glob("step-*")):
             raise PrivacyStateRefused(
@@ -195,17 +209,20 @@ class RunFolder:
             )
 
     def begin(self) -> None:
-        """What a start does to the folder once nothing refuses it: makes what is missing and removes an answered STOP."""
+        """Makes missing folders and removes an answered STOP, once no check refuses the start."""
         self.create()
         if self._has_stopped_since():
             self.stop.unlink(missing_ok=True)
 
     def is_asked_to_stop(self) -> bool:
-        """Whether the file STOP is there and no start has stopped since it was made."""
+        """Returns whether the file STOP exists and no start has stopped since it was made."""
         return self.stop.exists() and not self._has_stopped_since()
 
     def _has_stopped_since(self) -> bool:
-        """Whether the file STOP is there and a start has stopped since, which no torchrun has started again."""
+        """Returns whether a start has stopped since the file STOP was made.
+
+        A restart by torchrun obeys the file again: torchrun starts ranks anew after any exit code.
+        """
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             return False
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -219,17 +236,22 @@ class RunFolder:
         ds_config: Mapping[str, Any] | None,
         chosen: Mapping[str, Any] | None = None,
     ) -> None:
-        """Writes what this start resolved to. The files of earlier starts are overwritten; the ledger remembers them.
+        """Writes the resolved settings of this start over those of earlier starts.
+
+        The ledger remembers the earlier ones.
 
         Args:
             ds_config: the machine's settings, where a run has a file of them.
-            chosen: what the program decided by itself, with its reasons. Private, since free memory is among them.
+            chosen: the program's own decisions with their reasons. Private, since free memory is
+                among them.
         """
+        environment_json = json.dumps(environment(), indent=1) + "\n"
+        chosen_json = json.dumps(dict(chosen or {}), indent=1) + "\n"
         texts = {
             self.root / VERIFIER.name: VERIFIER.read_text(),
             self.root / "config.toml": config_toml,
-            self.root / "environment.json": json.dumps(environment(), indent=1) + "\n",
-            self.private / "chosen.json": json.dumps(dict(chosen or {}), indent=1) + "\n",
+            self.root / "environment.json": environment_json,
+            self.private / "chosen.json": chosen_json,
         }
         if ds_config is not None:
             texts[self.root / "ds_config.json"] = json.dumps(dict(ds_config), indent=1) + "\n"
@@ -238,7 +260,7 @@ class RunFolder:
 
 
 def try_lock(path: Path) -> int | None:
-    """Locks a file, which is made where there is none; None where another process has the lock.
+    """Locks a file, which is made if it is missing; returns None if another process has the lock.
 
     Returns:
         A descriptor: closing it, or the end of the process, gives the lock back.
@@ -253,12 +275,17 @@ def try_lock(path: Path) -> int | None:
     return descriptor
 
 
-@functools.cache  # a process keeps the code that it has imported
+# A process keeps the code that it has imported, so one reading is enough.
+@functools.cache
 def environment() -> Mapping[str, Any]:
-    """Returns versions and the commit of the code. The file is public: arguments, paths and names of hosts and users stay out."""
+    """Returns versions and the commit of the code.
+
+    The file is public: arguments, paths and names of hosts and users stay out.
+    """
     packages = {}
     for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):  # the library needs less than the trainer
+        # The library needs fewer packages than the trainer.
+        with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {
         "python": platform.python_version(),
@@ -269,20 +296,21 @@ def environment() -> Mapping[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    """The output of a git command, which is empty outside of a checkout: a copied source tree is no error.
+    """Returns the output of a git command, or "" outside of a checkout, as in a copied source tree.
 
-    The library may be installed inside of a checkout of something else, whose commit says nothing.
+    The library may be installed inside of a checkout of another project, whose commit is of no use.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
     try:
-        return subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(root), *arguments],
             capture_output=True,
             text=True,
             check=False,
             timeout=30,
-        ).stdout.strip()
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
+    return process.stdout.strip()

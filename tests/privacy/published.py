@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from privacy.card.folder import write_card
-from privacy.checkpoints.read import sealed
+from privacy.checkpoints.read import with_seal
 from privacy.ledger.chain import hash_line
 from privacy.ledger.claim import claim_of, keep_copies, ledgers_of_run
 from privacy.ledger.ledger import Ledger
@@ -176,7 +176,7 @@ def publish(
             **({"initialisation": start} if by_trainer or not behind else {}),
             "files": {"weights.safetensors": hashlib.sha256(b"weights").hexdigest()},
         }
-        (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
+        (place / "manifest.json").write_text(json.dumps(with_seal(manifest)))
         ledger.checkpoint(
             steps, place.name, hashlib.sha256((place / "manifest.json").read_bytes()).hexdigest()
         )
@@ -207,7 +207,7 @@ def rewrite(folder: Path, edit: Callable[[Records], object]) -> None:
             content = json.loads(manifest.read_text()) | {
                 "ledger": {"seq": number - 1, "hash": last}
             }
-            manifest.write_text(json.dumps(sealed(content)))
+            manifest.write_text(json.dumps(with_seal(content)))
             record["digest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
     path.write_bytes(rechained(records))
     lines = path.read_bytes().splitlines()

@@ -25,7 +25,7 @@ from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
-from privacy.step.batches import most_rows
+from privacy.step.batches import max_rows
 from privacy.step.step import Mechanism
 from tests.distributed.ranks import run_ranks
 from tests.privacy.loop.own import cross_entropy, ledger_of, make, net, quick, rows
@@ -141,7 +141,7 @@ class Checked:
             "sensitivity_slack": SENSITIVITY_SLACK,
         }
         plan = make_plan(PlanRequest(**numbers | asked))
-        room = most_rows(sampler_of(plan), 64, (), 70)
+        room = max_rows(sampler_of(plan), 64, (), 70)
         self.model = model
         self.clipped = clipper_of(plan, model, mode=mode, rows=room)
         engine: Any = SimpleNamespace(device=torch.device("cpu"), compute_dtype=dtype)

@@ -32,7 +32,7 @@ from privacy.plan.request import PlanRequest
 from privacy.ranks.engine import Piece, ShardLayout, even_layout
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
-from privacy.step.batches import most_rows
+from privacy.step.batches import max_rows
 from privacy.step.step import Mechanism
 from privacy.sums.grid import Grid, Unit
 from privacy.sums.totals import Slot
@@ -76,7 +76,7 @@ def opened(kind: str = "floating", **changes: Any) -> Opened:
     plan = make_plan(PlanRequest(**asked | KINDS[kind] | changes))
     model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30))
     model = model.double() if kind == "float64" else model
-    clipped = clipper_of(plan, model, rows=most_rows(sampler_of(plan), 8, (), 70))
+    clipped = clipper_of(plan, model, rows=max_rows(sampler_of(plan), 8, (), 70))
     shapes = {name: p.shape for name, p in model.named_parameters()}
     dtype, device = next(model.parameters()).dtype, torch.device("cpu")
     return Opened(
@@ -158,7 +158,7 @@ def wrapping(of: Opened) -> None:
 VIOLATIONS: dict[str, tuple[str, Callable[[Opened], None]]] = {
     "a step that is too coarse": ("round by at most 2\\^-13 C", coarser),
     "a coordinate without owner": (
-        "owned by nobody",
+        "has no owner",
         owned(lambda pieces: [*pieces[:-1], pieces[-1]._replace(length=29)]),
     ),
     "a coordinate with two owners": (
@@ -166,7 +166,7 @@ VIOLATIONS: dict[str, tuple[str, Callable[[Opened], None]]] = {
         owned(lambda pieces: [*pieces, Piece("0.bias", 29, 1)]),
     ),
     "an owner of something else": (
-        "is no parameter",
+        "is not a trained parameter",
         owned(lambda pieces: [*pieces, Piece("2.bias", 0, 1)]),
     ),
     "a parameter without noise": ("that are summed", untold),
@@ -209,7 +209,7 @@ def test_a_run_with_one_member_more_than_rows_is_refused(monkeypatch: pytest.Mon
     most = of.sampler.cap
     assert most is not None
     for rows, raises in ((most, False), (most - 1, True)):
-        monkeypatch.setattr(premises, "most_micro_batches", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(premises, "max_micro_batches", lambda *_, rows=rows: rows)
         of.micro_batch_size = 1
         if raises:
             with pytest.raises(PrivacyConfigError, match=f"{most} members of a step have rows"):
@@ -345,7 +345,7 @@ def test_what_claims_nothing_needs_no_premise_but_its_owners() -> None:
             charge(of, noise_multiplier=9.0)
         of.require()
         of.engine.layout = ShardLayout((of.engine.layout.pieces[0][1:],))
-        with pytest.raises(PrivacyConfigError, match="owned by nobody"):
+        with pytest.raises(PrivacyConfigError, match="has no owner"):
             of.require()
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.sampling import rows
 from privacy.sampling.poisson import CHUNK
-from privacy.sampling.rows import deal, most_of_share, rows_of_members, shares_of_nodes
+from privacy.sampling.rows import deal, rows_of_members, share_bound, shares_of_nodes
 
 KEY = bytes(range(32))
 
@@ -137,6 +137,6 @@ def test_a_share_that_does_not_fit_is_dealt_over_all_rows() -> None:
 
 @pytest.mark.parametrize(("size", "rate"), [(10, 0.5), (300, 0.1), (100_000, 0.001), (10**8, 1e-3)])
 def test_a_share_has_rows_for_all_but_2_to_the_minus_100(size: int, rate: float) -> None:
-    most = most_of_share(size * rate)
+    most = share_bound(size * rate)
     assert stats.binom.logsf(most, size, rate) <= -100 * math.log(2)
     assert most <= size * rate + 12 * math.sqrt(size * rate) + 50

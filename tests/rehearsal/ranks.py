@@ -40,7 +40,7 @@ from privacy.run.ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
 from privacy.sampling.sampler import sampler_of
-from privacy.step.batches import LogicalBatches, StepBatch, most_micro_batches
+from privacy.step.batches import LogicalBatches, StepBatch, max_micro_batches
 from privacy.sums import reduction
 from privacy.sums.grid import SHORT, Grid
 from privacy.sums.local import LocalSums
@@ -109,7 +109,7 @@ class Fleet:
     def sums(self, world_size: int) -> LocalSums:
         """Sums of a rank in the bytes that a coordinate takes there, each of a few numbers in place of all."""
         sampler, size = self.batches.sampler, self.config.train.micro_batch_size
-        rows = 2 * size * most_micro_batches(sampler, world_size, size)
+        rows = 2 * size * max_micro_batches(sampler, world_size, size)
         count = sum(shape.numel() for shape in self.shapes.values())
         grid = Grid.of(count, torch.float32, sampler.cap, rows)
         sums = LocalSums(

@@ -28,7 +28,7 @@ from privacy.run import run
 from privacy.run.ledger import RunLedger
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
-from privacy.step.own_engine import OwnEngine
+from privacy.step.own_engine import LoopEngine
 from privacy.sums import local, reduction, totals
 from trainer.run import start
 
@@ -253,7 +253,7 @@ def rows_beyond_a_part_are_forgotten(
 # Mistakes in a loop of one's own
 
 
-@mistake("weights_follow", at=(OwnEngine, "_gradients"), setting="loop", is_quick=True)
+@mistake("weights_follow", at=(LoopEngine, "_gradients"), setting="loop", is_quick=True)
 def the_optimizer_gets_more_than_the_sum(gradients: Any, engine: Any, shards: Any) -> Any:
     found = gradients(engine, shards)
     found["offset.weight"] += 1e-3

@@ -182,7 +182,7 @@ def test_private_training_of_a_part_stops_resumes_and_leaves_the_rest(
     trainable = set(ended.shapes) - encoder
     assert trainable == {n for n in ended.shapes if n.startswith("head.") or is_adapter(n)}
     assert all(not torch.equal(ended.full("param", n), waiting.full("param", n)) for n in trainable)
-    held = {(kind, name) for kind, name in ended._where if name in encoder}
+    held = {(kind, name) for kind, name in ended._pieces if name in encoder}
     assert {kind for kind, _ in held} == {"param"}, "no moments and no average of frozen weights"
     for use_average in (False, True):
         model = open_model(run, use_average=use_average).model

@@ -32,7 +32,7 @@ from launch_scripts.report import ReportOptions, report
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
 from privacy.ledger import ledger as run_ledger
-from privacy.sampling.poisson import Decided, PoissonSampler
+from privacy.sampling.poisson import Decisions, PoissonSampler
 from privacy.step import step as one_step
 from privacy.step.folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
@@ -259,13 +259,13 @@ def inject(
     patched.setattr(RunFolder, "take", take)
     decide = PoissonSampler.decide
 
-    def with_or_without_x(self: PoissonSampler, *arguments: Any) -> Decided:
+    def with_or_without_x(self: PoissonSampler, *arguments: Any) -> Decisions:
         drawn = decide(self, *arguments)
         others = drawn.ids != X
         ids, values = drawn.ids[others], drawn.values[others]
         if neighbour.is_drawn:
             ids, values = np.append(ids, X), np.append(values, np.uint64(1))
-        return Decided(ids, values)
+        return Decisions(ids, values)
 
     patched.setattr(PoissonSampler, "decide", with_or_without_x)
     make_image = ImageExample.__call__

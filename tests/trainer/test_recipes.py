@@ -18,7 +18,7 @@ from data.index.tar_index import ExampleTable
 from privacy.accounting.accountants import epsilon_rdp
 from privacy.plan.numbers import PrivacyPlan, make_plan, usual_cap
 from privacy.sampling.keys import SamplingKey
-from privacy.sampling.poisson import Decided, PoissonSampler
+from privacy.sampling.poisson import Decisions, PoissonSampler
 from privacy.step.batches import LogicalBatches
 from tests.docs import stand_ins
 from tests.e2e.launch import alone, train_arguments
@@ -159,7 +159,7 @@ def table_without_shards(num_examples: int) -> ExampleTable:
 
 
 @functools.cache
-def decided(num_examples: int, batch: int) -> tuple[PoissonSampler, Decided]:
+def decided(num_examples: int, batch: int) -> tuple[PoissonSampler, Decisions]:
     """The coins of one step, which recipes of one size share."""
     sampler = PoissonSampler.with_expected_batch(num_examples, batch, usual_cap(batch))
     return sampler, sampler.decide(bytes(32), 1)

@@ -14,7 +14,7 @@ import torch
 from privacy import verify
 from privacy.card.model import LedgerFile
 from privacy.card.report import read_snapshot
-from privacy.checkpoints.read import sealed
+from privacy.checkpoints.read import with_seal
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
@@ -111,7 +111,7 @@ def torn(folder: Path) -> None:
 
 def resealed(folder: Path, **changes: object) -> None:
     manifest = newest(folder) / "manifest.json"
-    manifest.write_text(json.dumps(sealed(json.loads(manifest.read_text()) | changes)))
+    manifest.write_text(json.dumps(with_seal(json.loads(manifest.read_text()) | changes)))
 
 
 def called_public(folder: Path) -> None:

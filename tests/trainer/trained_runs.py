@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from privacy.checkpoints.read import FORMAT, checkpoint_name, file_digest, sealed
+from privacy.checkpoints.read import FORMAT, checkpoint_name, file_digest, with_seal
 from privacy.ledger.ledger import Ledger
 from privacy.plan.numbers import PrivacyPlan
 from tests.privacy.ledger_files import PLAN, break_ledger, foreign_ledger, roll_back, take_step
@@ -93,7 +93,7 @@ def trained(
         "parameters": {name: list(p.shape) for name, p in parameters.items()},
         "files": {file.name: file_digest(file)},
     }
-    (path / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (path / "manifest.json").write_text(json.dumps(with_seal(manifest)))
     (run / "checkpoints" / "LATEST").write_text(path.name + "\n")
     ledger.release()
     return path
@@ -103,7 +103,7 @@ def deny(run: Path, **changes: Any) -> None:
     """The manifest says something else, and is sealed again: the seal has no key."""
     (path,) = (run / "checkpoints").glob("step-*")
     content = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(sealed(content | changes)))
+    (path / "manifest.json").write_text(json.dumps(with_seal(content | changes)))
 
 
 CONTRADICTED = [

@@ -45,7 +45,7 @@ from privacy.files.public import require_ledger
 from privacy.ledger.members import MembersRecord, read_lines
 from privacy.ledger.records import read_ledger
 from privacy.loop.fields import Example, floats, integers
-from privacy.loop.opening import OwnStart
+from privacy.loop.opening import LoopStart
 from privacy.loop.reading import Reader
 from privacy.noise.source import NoiseSource, SystemNoise
 from privacy.plan.numbers import PrivacyPlan
@@ -158,7 +158,7 @@ def loop_side(optimizer: str) -> Side:
 
     def start(
         folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int
-    ) -> OwnStart:
+    ) -> LoopStart:
         model, who = (
             CanaryModel(),
             {"canaries_B": integers(len(canaries)), "keys_B": integers(KEY_BITS)},
@@ -166,7 +166,7 @@ def loop_side(optimizer: str) -> Side:
         example = Example(
             {"gains_BG": floats(len(PLACES)), "rows_B": number, "columns_B": number, **who}
         )
-        return OwnStart(
+        return LoopStart(
             model=model,
             optimizer=getattr(torch.optim, kind)(model.parameters(), **ALIKE[kind]),
             loss=model,

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
-from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
+from privacy.files.toml_text import read_toml, refuse_nul, toml_literal, toml_value
 from privacy.plan.options import OPTIONS, Arithmetic, require_compatible
 from privacy.plan.request import Choices, PlanRequest, in_plain_words
 from trainer.config.declarations import DECLARED_OF, Resolved, leaf
@@ -304,11 +304,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 def to_toml(config: RunConfig) -> str:
     """The fully resolved configuration as TOML; loading it gives an equal configuration."""
     sections = config.model_dump()
-    lines = [f"name = {written(sections.pop('name'))}"]
+    lines = [f"name = {toml_literal(sections.pop('name'))}"]
     for name, section in sections.items():
         if section is not None:
             lines += ["", f"[{name}]"]
             lines += [
-                f"{key} = {written(value)}" for key, value in section.items() if value is not None
+                f"{key} = {toml_literal(value)}"
+                for key, value in section.items()
+                if value is not None
             ]
     return "\n".join(lines) + "\n"

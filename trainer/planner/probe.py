@@ -130,7 +130,7 @@ class Probe:
     Args:
         machine: compute dtype and activation checkpointing.
         plan: makes the clipper.
-        rows: of one rank in a logical batch, for which sums have room (`privacy.step.batches.most_rows`).
+        rows: of one rank in a logical batch, for which sums have room (`privacy.step.batches.max_rows`).
         weights_of_one_pass: the engine gathers weights for one pass only, so that two passes need two forwards.
     """
 

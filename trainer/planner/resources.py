@@ -22,7 +22,7 @@ from data.index.tar_index import MANIFEST, ExampleTable
 from models.config import captioner_config
 from privacy.clipping.clipped_sum import Mode
 from privacy.plan.numbers import PrivacyPlan
-from privacy.sampling.rows import most_of_share
+from privacy.sampling.rows import share_bound
 from privacy.step.batches import num_micro_batches
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
@@ -147,7 +147,7 @@ def micro_batches(config: RunConfig, count: int, world_size: int, ranks_per_node
     if config.data.staging is None or not config.privacy.enabled or ranks_per_node >= world_size:
         return number
     share = min(
-        count, most_of_share(config.privacy.expected_batch_size * ranks_per_node / world_size)
+        count, share_bound(config.privacy.expected_batch_size * ranks_per_node / world_size)
     )
     return max(number, num_micro_batches(share, ranks_per_node, size))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from privacy.ranks.collectives import gather_objects
 from privacy.step.batches import StepBatch
-from trainer.errors import ConfigError, HostError, RemoteError, Said, in_one_line
+from trainer.errors import ConfigError, ErrorLine, HostError, RemoteError, in_one_line
 from trainer.ranks.discovery import HEARTBEAT_SECONDS, RENDEZVOUS_SECONDS, Ranks, launcher_processes
 from trainer.ranks.heartbeat import Heartbeat, Timing, Wait, end_process
 from trainer.ranks.rendezvous import RendezvousError, connect, find_store, meet
@@ -258,7 +258,7 @@ def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
         explain: prints what went wrong, or returns False where rank 0 should. Not called where the cause is another rank,
             which has printed it or is named by the heartbeat.
     """
-    known = in_one_line(error) or Said(" ".join(str(error).split()), 1)
+    known = in_one_line(error) or ErrorLine(" ".join(str(error).split()), 1)
     # gloo and NCCL raise several types where a collective failed because another rank went away.
     is_broken_connection = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)

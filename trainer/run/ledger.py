@@ -6,7 +6,7 @@ from typing import Any
 
 from data.index.tar_index import ExampleTable
 from privacy.errors import PrivacyConfigError
-from privacy.files.durable import require_apart
+from privacy.files.durable import require_distinct_files
 from privacy.ledger.claim import LedgerBehind, keep_copies, require_kept, states_behind
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
@@ -30,7 +30,7 @@ def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
     }
     roles = {role: Path(name) for role, name in named.items() if name is not None}
     second = None if privacy.shared_ledger is None else SharedLedger(privacy.shared_ledger).mirror()
-    require_apart(
+    require_distinct_files(
         roles if second is None else roles | {"the mirror of privacy.shared_ledger": second},
         folder.root,
     )

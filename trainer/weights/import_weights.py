@@ -20,7 +20,7 @@ from models.config import CaptionerConfig, Foreign
 from models.converters import read_foreign
 from models.converters.native import CONFIG, model_facts, parameter_shapes, size_name
 from models.converters.weights import WeightsError
-from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
+from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, with_seal
 from trainer.errors import ConfigError
 from trainer.weights import Provenance, new_folder
 from trainer.weights.open_model import TOKENIZER
@@ -130,7 +130,7 @@ def import_weights(
             {f"param|{name}|0": value.reshape(-1) for name, value in parameters.items()},
             folder / _WEIGHTS,
         )
-        manifest = sealed({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
+        manifest = with_seal({**manifest, "files": {_WEIGHTS: file_digest(folder / _WEIGHTS)}})
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True))
     return manifest
 

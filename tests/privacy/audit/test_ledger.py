@@ -96,7 +96,7 @@ def test_a_mirror_that_is_longer_is_a_rollback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "a file for a folder", "inside"])
 def test_what_is_no_run_folder_is_one_line_and_never_waited_for(kind: str, tmp_path: Path) -> None:
-    ledger, given, said = tmp_path / "ledger.jsonl", tmp_path, "is no regular file"
+    ledger, given, said = tmp_path / "ledger.jsonl", tmp_path, "is not a regular file"
     if kind == "folder":
         ledger.mkdir()
     elif kind == "pipe":
@@ -104,7 +104,7 @@ def test_what_is_no_run_folder_is_one_line_and_never_waited_for(kind: str, tmp_p
     else:
         ledger.touch()
         given, said = (
-            (ledger, "is a file: give the run folder")
+            (ledger, "is a file: give its run folder")
             if kind.startswith("a")
             else (tmp_path / "x", f"give {tmp_path}")
         )

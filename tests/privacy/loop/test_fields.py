@@ -21,9 +21,9 @@ LABEL = integers(3, also=[-100])
     ("field", "value", "why"),
     [
         (floats(2), [1.0], "shape"),
-        (floats(2), ["a", "b"], "no tensor"),
+        (floats(2), ["a", "b"], "not a tensor"),
         (floats(2), np.array([1j, 2j]), "complex"),
-        (floats(2), torch.ones(2).to_sparse(), "no dense tensor"),
+        (floats(2), torch.ones(2).to_sparse(), "not a dense tensor"),
         (LABEL, 3, "other than 0 to 2"),
         (LABEL, -1, "other than 0 to 2"),
         (LABEL, 1.0, "integers are expected"),
@@ -71,7 +71,7 @@ def test_an_item_without_its_fields_is_unusable(item: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: floats(2, dtype=torch.int64), "no floating-point numbers"),
+        (lambda: floats(2, dtype=torch.int64), "not a floating-point dtype"),
         (lambda: floats(0), "sizes of 1 or more"),
         (lambda: integers(0), "below must be 1 or more"),
         (lambda: mask(), "give its shape"),

@@ -68,7 +68,7 @@ def test_an_unknown_head_and_items_without_labels_are_refused() -> None:
     without = {name: field for name, field in fields(known).items() if name != "labels"}
     with pytest.raises(PrivacyConfigError, match="with labels"):
         loss_of(known, Example(without))
-    with pytest.raises(PrivacyConfigError, match="is no model of transformers"):
+    with pytest.raises(PrivacyConfigError, match="is not a model of transformers"):
         loss_of(torch.nn.Linear(2, 2), Example({"labels": fields(known)["labels"]}))
 
 

@@ -104,9 +104,9 @@ def test_two_copies_of_a_run_that_both_went_on_are_refused(tmp_path: Path) -> No
 
 def test_what_is_no_run_with_a_guarantee_is_refused(tmp_path: Path) -> None:
     for bad, said in (
-        (tmp_path / "nowhere", "no run folder"),
+        (tmp_path / "nowhere", "not a run folder"),
         ([], "an empty list"),
-        ("Public", "no run folder"),
+        ("Public", "not a run folder"),
     ):
         with pytest.raises(PrivacyConfigError, match=said):
             make(tmp_path / "run", starts_from=bad)

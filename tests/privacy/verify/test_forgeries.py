@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from privacy.checkpoints.read import sealed
+from privacy.checkpoints.read import with_seal
 from privacy.ledger.chain import hash_line
 from tests.privacy.published import Judge, Records, rewrite, sentences
 
@@ -161,7 +161,7 @@ def of_step_0(renamed: bool) -> Callable[[Path], None]:
         place = folder / "checkpoints/step-00000004"
         manifest = json.loads((place / "manifest.json").read_text()) | {"step": 0, "files": {}}
         (place / "weights.safetensors").unlink()
-        (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
+        (place / "manifest.json").write_text(json.dumps(with_seal(manifest)))
         place.rename(place.with_name("step-00000000")) if renamed else None
 
     return edit

@@ -18,7 +18,7 @@ import pytest
 from privacy import verify
 from privacy.accounting import rounding
 from privacy.accounting.accountants import claimed_epsilon
-from privacy.checkpoints.read import sealed
+from privacy.checkpoints.read import with_seal
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.plan.numbers import make_plan
@@ -368,7 +368,7 @@ def refused(folder: Path, step: int, line: int, line_hash: str) -> bool:
         "ledger": {"seq": line, "hash": line_hash},
         "formal_guarantee": True,
     }
-    (place / "manifest.json").write_text(json.dumps(sealed(manifest)))
+    (place / "manifest.json").write_text(json.dumps(with_seal(manifest)))
     try:
         verify.check_checkpoints(
             verify.Folder(folder, verify.read_ledger(folder / "ledger.jsonl"), None)
