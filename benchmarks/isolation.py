@@ -32,7 +32,7 @@ from privacy.plan.request import PlanRequest  # noqa: E402
 from privacy.ranks.allocator import keep_freed_memory  # noqa: E402
 from privacy.ranks.engine import to_device  # noqa: E402
 from privacy.run.mechanism import mechanism_of  # noqa: E402
-from privacy.step.own_engine import OwnEngine  # noqa: E402
+from privacy.step.own_engine import LoopEngine  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.tasks import make_task  # noqa: E402
 
@@ -109,7 +109,7 @@ class Bench:
         )
         model = workload.model.to(dtype)
         trained = [p for p in model.parameters() if p.requires_grad]
-        engine = OwnEngine(model, torch.optim.SGD(trained, lr=0.0))
+        engine = LoopEngine(model, torch.optim.SGD(trained, lr=0.0))
         self.mechanism = mechanism_of(plan, engine, model, size)
         self.clipped = self.mechanism.clipped
         self.isolation = Isolation(self.mechanism, workload.padding)
