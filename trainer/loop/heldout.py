@@ -13,7 +13,7 @@ from privacy.ranks import collectives
 from privacy.ranks.engine import Engine, holds_whole_weights, to_device
 from privacy.step.averaging import WeightAverage
 from trainer.tasks.base import Samples, TrainingTask
-from trainer.tasks.blind import LOOKED_AT, BlindBaseline
+from trainer.tasks.blind import SWAPPED_INPUT, BlindBaseline
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Heldout:
         (captions: the picture) of the other: a model that ignores this input loses nothing.
         """
         baseline = self._task.blind_baseline() if self._blind is None else None
-        means = self._means(engine, LOOKED_AT.get(self._task.kind), baseline)
+        means = self._means(engine, SWAPPED_INPUT.get(self._task.kind), baseline)
         if baseline is not None:
             self._blind = baseline.values()
         baselines = dict(self._blind or {})
