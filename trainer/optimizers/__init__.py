@@ -100,7 +100,8 @@ def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> to
     """Returns the optimizer that the recipe names.
 
     Its present rate is never used: `set_rate` sets the rate of each step.
-    AdamW: Loshchilov and Hutter 2019. SGD: torch's, heavy-ball momentum, weight decay added to the gradient.
+    AdamW: Loshchilov and Hutter 2019. SGD: torch's, with heavy-ball momentum and weight decay added
+    to the gradient.
     """
     match config.name:
         case "adamw":

@@ -276,7 +276,7 @@ def _forecast(start: DryStart, run: Run, ranks_per_host: int) -> Iterator[str]:
         examples(config, start.root),
         run.plan,
         start.root,
-        whole=False,
+        finds_largest=False,
     )
     micro_batches = resources["batch"]["micro_batches_per_step"]
     peak_gib = resources["memory"]["peak"] / 2**30
