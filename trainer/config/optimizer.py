@@ -106,7 +106,7 @@ class OptimizerSection(Section):
     @model_serializer(mode="wrap")
     def _own_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves out the keys of other optimizers, so that a written recipe can be read."""
-        keys = dump(self)
+        keys: dict[str, Any] = dump(self)
         for key, name in OPTIMIZER_KEYS.items():
             if self.name != name:
                 keys.pop(key, None)

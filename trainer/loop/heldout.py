@@ -105,12 +105,6 @@ class Heldout:
         was_training = engine.module.training
         engine.module.eval()
         sums: dict[str, Tensor] = {}  # (sum, count) by name
-
-        def add(name: str, value_B: Tensor, counts_B: Tensor) -> None:
-            total = value_B.double().cpu()[counts_B].sum()
-            part = torch.stack([total, counts_B.sum().double()])
-            sums[name] = sums.get(name, torch.zeros_like(part)) + part
-
         batches = eval_batches(
             self.table,
             self._make_example,
@@ -123,15 +117,19 @@ class Heldout:
         for batch in batches:
             is_example_B = ~batch.is_padding_B
             values = self._task.heldout_values(engine, to_device(batch.inputs, engine))
-            for name, value_B in values.items():
-                add(name, value_B, is_example_B)
+            scores = [(name, value_B, is_example_B) for name, value_B in values.items()]
             if baseline is not None:
                 baseline.add(batch.inputs, batch.is_padding_B)
             if swapped is not None and self._num_examples > 1:
                 partner_B = torch.arange(len(is_example_B)) ^ 1
                 inputs = {**batch.inputs, swapped: batch.inputs[swapped][partner_B]}
                 values = self._task.heldout_values(engine, to_device(inputs, engine))
-                add("shuffled_loss", values["loss"], is_example_B & is_example_B[partner_B])
+                has_both_B = is_example_B & is_example_B[partner_B]
+                scores.append(("shuffled_loss", values["loss"], has_both_B))
+            for name, value_B, counts_B in scores:
+                total = value_B.double().cpu()[counts_B].sum()
+                part = torch.stack([total, counts_B.sum().double()])
+                sums[name] = sums.get(name, torch.zeros_like(part)) + part
         engine.module.train(was_training)
         totals = {name: collectives.all_reduce_sum(part) for name, part in sums.items()}
         return {name: float(total[0] / total[1]) for name, total in totals.items()}

@@ -142,13 +142,7 @@ class StopRequests:
             yield micro_batch
 
     def _watch(self) -> None:
-        """Notes signals as they arrive, and abandons a step that outlasts the grace time."""
-
-        def end_of_grace() -> None:
-            time.sleep(self._grace + MARGIN_SECONDS)
-            if self._in_step:
-                self._abandon()
-
+        """Notes signals as they arrive, and starts the grace time."""
         while True:
             try:
                 numbers = self._reader.recv(64)
@@ -160,4 +154,10 @@ class StopRequests:
                 self._signalled.set()
             if HURRIED.intersection(numbers) and self._hurried_at is None:
                 self._hurried_at = time.monotonic()
-                threading.Thread(target=end_of_grace, name="grace", daemon=True).start()
+                threading.Thread(target=self._end_grace, name="grace", daemon=True).start()
+
+    def _end_grace(self) -> None:
+        """Abandons a step that outlasts the grace time."""
+        time.sleep(self._grace + MARGIN_SECONDS)
+        if self._in_step:
+            self._abandon()

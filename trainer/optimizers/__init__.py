@@ -85,15 +85,15 @@ def layer_rates(names: Iterable[str], decay: float | None) -> dict[str, float]:
             "optimizer.layer_decay: the model trains no encoder.blocks to which it could apply; "
             "remove it"
         )
-
-    def height(name: str) -> int:
-        block = blocks[name]
+    rates = dict[str, float]()
+    for name, block in blocks.items():
+        height = 0
         if block:
-            return depth - int(block[1])
-        is_below = name.startswith("encoder.") and not name.startswith("encoder.norm.")
-        return depth + 1 if is_below else 0
-
-    return {name: decay ** height(name) for name in blocks}
+            height = depth - int(block[1])
+        elif name.startswith("encoder.") and not name.startswith("encoder.norm."):
+            height = depth + 1
+        rates[name] = decay**height
+    return rates
 
 
 def make_optimizer(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.Optimizer:

@@ -290,8 +290,8 @@ def require_usable(
             label = "all that have one label, " if is_label else ""
             raise DataError(
                 f"{key}: {num_unusable} of {look.num_examples} examples that were looked at, "
-                f"{label}cannot be used and would count as zero ({reasons}); correct them, or, if they "
-                "are meant to be there, allow them: data.max_unusable_share=0.5"
+                f"{label}cannot be used and would count as zero ({reasons}); correct them, or, if "
+                "they are meant to be there, allow them: data.max_unusable_share=0.5"
             )
     num_unknown, num_words = look.unknown_and_all
     if isinstance(make_example, CaptionExample) and 2 * num_unknown > num_words:
