@@ -64,7 +64,7 @@ LAUNCHER = (
 from privacy.errors import folded, say
 from trainer.config.cli import Parser, explain, print_anything, require_open_files
 from trainer.config.optimizer import key_lines
-from trainer.config.recipe import EngineName, RunConfig, load_config, resolved
+from trainer.config.recipe import EngineName, RunConfig, load_config, resolve_recipe
 from trainer.errors import in_one_line
 from trainer.ranks.discovery import (
     HEARTBEAT_SECONDS,
@@ -181,7 +181,11 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
             on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace(
                 "torch.", ""
             )
-            say(on, *resolved(options.recipe, options.overrides).what_is_public(config), folds=True)
+            say(
+                on,
+                *resolve_recipe(options.recipe, options.overrides).publicity_lines(config),
+                folds=True,
+            )
         if options.dry_run:
             from trainer.run.dry_run import dry_run
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, train_arguments
-from trainer.config.recipe import load_config, resolved
+from trainer.config.recipe import load_config, resolve_recipe
 
 pytestmark = pytest.mark.usefixtures("trusted_models")
 
@@ -34,7 +34,7 @@ NAMINGS = {
 
 
 def said(recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
-    return resolved(recipe, overrides).what_is_public(load_config(recipe, overrides))
+    return resolve_recipe(recipe, overrides).publicity_lines(load_config(recipe, overrides))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_recipe_s_own_data_stay_as_it_declares_them(recipe: Path) -> None:
         assert (config.data.provenance, config.privacy.max_examples_per_owner) == ("synthetic", 3)
 
 
-def test_the_line_says_what_is_public_and_who_declared_it(recipe: Path) -> None:
+def test_the_line_says_publicity_lines_and_who_declared_it(recipe: Path) -> None:
     own = said(recipe)
     assert own == [
         "public: training data theirs/*.tar",

@@ -33,7 +33,7 @@ DECLARED_OF = {
 """Key that names data, or a part of them -> keys that declare facts about them."""
 
 
-class Resolved(NamedTuple):
+class ResolvedRecipe(NamedTuple):
     """A recipe with overrides, before it is checked.
 
     Attributes:
@@ -47,7 +47,7 @@ class Resolved(NamedTuple):
     overrides: dict[str, Any]
     reset: list[str]
 
-    def what_is_public(self, config: "RunConfig") -> list[str]:
+    def publicity_lines(self, config: "RunConfig") -> list[str]:
         """Returns lines for the console: which data count as public, and who declared it.
 
         Args:

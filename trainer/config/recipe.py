@@ -17,7 +17,7 @@ from models.config import MAX_IMAGE_SIZE, MAX_TOKENS
 from privacy.files.toml_text import read_toml, refuse_nul, toml_value, written
 from privacy.plan.options import OPTIONS, Arithmetic, require_compatible
 from privacy.plan.request import Choices, PlanRequest, in_plain_words
-from trainer.config.declarations import DECLARED_OF, Resolved, leaf
+from trainer.config.declarations import DECLARED_OF, ResolvedRecipe, leaf
 from trainer.config.optimizer import (
     Count,
     OptimizerSection,
@@ -247,16 +247,16 @@ class RunConfig(Section):
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Loads a recipe and applies `section.key=value` overrides; see `resolved`.
+    """Loads a recipe and applies `section.key=value` overrides; see `resolve_recipe`.
 
     Raises:
         ConfigError: missing or malformed file, unknown key, value out of range; names the file and
             the key.
     """
-    return validated(RunConfig, resolved(recipe, overrides).tree, f"recipe {recipe}")
+    return validated(RunConfig, resolve_recipe(recipe, overrides).tree, f"recipe {recipe}")
 
 
-def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
+def resolve_recipe(recipe: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
     """Returns a recipe with overrides.
 
     An override that names other data resets the recipe's declarations of its data (contract 12).
@@ -284,7 +284,7 @@ def resolved(recipe: Path, overrides: Sequence[str] = ()) -> Resolved:
             if not is_repeated and leaf(tree, declaration) is not None:
                 del tree[section][name]
                 reset.append(declaration)
-    return Resolved(recipe, tree, override_tree, reset)
+    return ResolvedRecipe(recipe, tree, override_tree, reset)
 
 
 SectionKind = TypeVar("SectionKind", bound=Section)
