@@ -253,7 +253,7 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: missing or malformed file, unknown key, value out of range; names the file and
             the key.
     """
-    return validated(RunConfig, resolve_recipe(recipe, overrides).tree, f"recipe {recipe}")
+    return validate_section(RunConfig, resolve_recipe(recipe, overrides).tree, f"recipe {recipe}")
 
 
 def resolve_recipe(recipe: Path, overrides: Sequence[str] = ()) -> ResolvedRecipe:
@@ -290,7 +290,7 @@ def resolve_recipe(recipe: Path, overrides: Sequence[str] = ()) -> ResolvedRecip
 SectionKind = TypeVar("SectionKind", bound=Section)
 
 
-def validated(kind: type[SectionKind], tree: Mapping[str, Any], source: str) -> SectionKind:
+def validate_section(kind: type[SectionKind], tree: Mapping[str, Any], source: str) -> SectionKind:
     """Returns `tree` as a frozen section.
 
     Raises:
