@@ -330,7 +330,7 @@ class StepReporter:
                 line += f"{label} {numbers[name]:.4f}"
         lines = [line]
         if step == run.plan.num_steps:
-            lines += [f"  {verdict}" for verdict in learned(results.means, results.baselines)]
+            lines += [f"  {verdict}" for verdict in verdict_lines(results.means, results.baselines)]
             samples = results.samples.lines if results.samples else []
             for generated, reference in samples[:SHOWN_CAPTIONS]:
                 lines.append(f"  model: {generated!r}   reference: {reference!r}")
@@ -401,7 +401,7 @@ def last_step(file: Path) -> int | None:
     return None
 
 
-def learned(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
+def verdict_lines(means: dict[str, float], baselines: dict[str, float]) -> list[str]:
     """Returns lines that compare the model's loss with that of guesses without looking.
 
     So they tell in plain words whether the model has learned anything.
