@@ -70,7 +70,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     Args:
         main: returns the exit code; None means 0.
     """
-    print_anything()
+    prepare_console()
     try:
         require_open_files()
         code = main() or 0
@@ -122,7 +122,7 @@ class _Console(io.FileIO):
             return super().write(data)
 
 
-def print_anything() -> None:
+def prepare_console() -> None:
     """Lets the console take any text.
 
     A console that cannot show a character shows its number. A closed stream drops what is printed.
