@@ -181,11 +181,8 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
             on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace(
                 "torch.", ""
             )
-            say(
-                on,
-                *resolve_recipe(options.recipe, options.overrides).publicity_lines(config),
-                folds=True,
-            )
+            recipe = resolve_recipe(options.recipe, options.overrides)
+            say(on, *recipe.publicity_lines(config), folds=True)
         if options.dry_run:
             from trainer.run.dry_run import dry_run
 

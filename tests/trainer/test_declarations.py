@@ -77,7 +77,7 @@ def test_the_recipe_s_own_data_stay_as_it_declares_them(recipe: Path) -> None:
         assert (config.data.provenance, config.privacy.max_examples_per_owner) == ("synthetic", 3)
 
 
-def test_the_line_says_publicity_lines_and_who_declared_it(recipe: Path) -> None:
+def test_the_line_says_what_is_public_and_who_declared_it(recipe: Path) -> None:
     own = said(recipe)
     assert own == [
         "public: training data theirs/*.tar",

@@ -125,7 +125,7 @@ class _Console(io.FileIO):
 def prepare_console() -> None:
     """Lets the console take any text.
 
-    A console that cannot show a character shows its number. A closed stream drops what is printed.
+    A console that cannot show a character shows its number. A closed stream drops its text.
     A console on a full disk raises an error that names the console.
     """
     for name in ("stdout", "stderr"):

@@ -100,7 +100,7 @@ TUNING = frozenset(
 )
 """Keys of many files that are dropped.
 
-They tune parts of DeepSpeed that do not run here, or ask for what happens anyway."""
+They tune parts of DeepSpeed that do not run here, or ask for its behaviour here."""
 
 
 def is_off(value: Any) -> bool:

@@ -71,7 +71,7 @@ class Options(BaseModel):
         return self
 
 
-Chosen = TypeVar("Chosen", bound=Options)
+OptionsType = TypeVar("OptionsType", bound=Options)
 
 
 def add_options(parser: argparse.ArgumentParser, model: type[Options]) -> None:
@@ -162,11 +162,11 @@ def parse_options(
 
 def options_of(
     description: str | None,
-    models: type[Chosen] | Mapping[str, type[Chosen]],
+    models: type[OptionsType] | Mapping[str, type[OptionsType]],
     arguments: Sequence[str] | None = None,
     *,
     intermixed: bool = False,
-) -> Chosen:
+) -> OptionsType:
     """Returns the options of a command line, by one model or by the model of its subcommand.
 
     See `parse_options`.
@@ -182,7 +182,7 @@ def options_of(
             add_options(commands.add_parser(name, help=text, description=text), model)
     else:
         add_options(parser, models)
-    return cast(Chosen, parse_options(parser, arguments, intermixed=intermixed))
+    return cast(OptionsType, parse_options(parser, arguments, intermixed=intermixed))
 
 
 def require_folders(options: Options) -> None:

@@ -1,8 +1,8 @@
 """Writes public and private metrics to separate sinks (contract 12). Only rank 0 writes.
 
 `run_dir/metrics.jsonl` and `run_dir/tensorboard` take post-processing of noised quantities, and
-results on public held-out data. The same files under `run_dir/private` (mode 0700) take what
-training data give without noise (losses, clipped fraction, batch sizes, decode errors), and every
+results on public held-out data. The same files under `run_dir/private` (mode 0700) take results on
+training data without noise (losses, clipped fraction, batch sizes, decode errors), and every
 reading of a clock or a memory meter, since it includes the decoding of single examples.
 """
 

@@ -27,7 +27,7 @@ MARGIN_SECONDS = 4.0
 """A step that was not dropped between two micro-batches is abandoned this long after the grace."""
 
 
-def heard() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Returns the signals that ask this process to stop.
 
     A shell has its background jobs ignore SIGINT; such a process goes on ignoring it.
@@ -58,7 +58,7 @@ def end_on_signals(
             pass
         end()
 
-    for number in heard():
+    for number in stop_signals():
         # A signal with a handler arrives, and its number goes to the socket at once.
         signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
@@ -97,7 +97,7 @@ class StopRequests:
         # the main thread is blocked.
         self._former_handlers = {
             number: signal.signal(number, lambda number, frame: self._signalled.set())
-            for number in heard()
+            for number in stop_signals()
         }
         writer = self._writer.fileno()
         self._former_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

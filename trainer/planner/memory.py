@@ -77,13 +77,13 @@ class RankMemory:
     activations: int = 0
 
     @property
-    def lasting(self) -> int:
+    def lasting_bytes(self) -> int:
         """Returns the bytes that last from step to step."""
         states = self.masters + self.gradient_buffer + self.moments + self.average
         return self.weights + states + self.sums
 
     @property
-    def on_top(self) -> int:
+    def later_bytes(self) -> int:
         """Returns the bytes that come after the first micro-batch has begun, but no activations."""
         return self.moments + self.gathered + self.bucket
 
@@ -91,7 +91,7 @@ class RankMemory:
     def peak(self) -> int:
         """Returns the highest number of bytes at any moment."""
         micro_batch = self.bucket + self.gathered + self.activations
-        return self.lasting + max(micro_batch, self.step)
+        return self.lasting_bytes + max(micro_batch, self.step)
 
     def room(self, total: int) -> int:
         """Returns the bytes of the device's `total` that activations may take.
@@ -101,8 +101,8 @@ class RankMemory:
         operations, the device's context, communication buffers and fragmentation.
         """
         # The moments are made at the end of the first step.
-        allocated = self.lasting - self.moments
-        return int(USABLE * (total - allocated)) - self.on_top
+        allocated = self.lasting_bytes - self.moments
+        return int(USABLE * (total - allocated)) - self.later_bytes
 
 
 def rank_memory(

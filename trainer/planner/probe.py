@@ -86,8 +86,8 @@ def with_fused_attention() -> Iterator[None]:
 class MemoryTimeline(TorchDispatchMode):
     """Counts the live bytes of new tensors after every operation, on any device.
 
-    Every tensor is counted from birth to death, since models and clipping modes differ in what
-    they keep.
+    Every tensor is counted from birth to death, since models and clipping modes keep different
+    tensors.
     """
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ BYTES_PER_EXAMPLE = 50_000
 """Assumed without an index: a JPEG of some 300 pixels a side and its caption."""
 EXAMPLES_PER_SHARD = 10_000
 """Assumed without an index: the size of shards of web-scale sets."""
-SAMPLED = 100_000
+SAMPLED_EXAMPLES = 100_000
 """Examples whose lengths are averaged."""
 PLAIN_SAMPLE = 64
 """The most examples of the non-private step, for comparison.
@@ -86,7 +86,7 @@ class Cluster:
 
 
 def planning_task(config: RunConfig, root: Path) -> tuple[TrainingTask, list[str]]:
-    """Returns the recipe's task, and a note on what was assumed.
+    """Returns the recipe's task, and notes on assumptions.
 
     Without the recipe's tokenizer it assumes the vocabulary of the model size.
     """
@@ -145,7 +145,7 @@ def examples(config: RunConfig, root: Path) -> Examples:
         table.require_shards(shards)
     if table is None:
         return Examples(config.data.num_examples, BYTES_PER_EXAMPLE, "assumed: there is no index")
-    sample = np.arange(0, len(table), -(-len(table) // SAMPLED))
+    sample = np.arange(0, len(table), -(-len(table) // SAMPLED_EXAMPLES))
     lengths = table.extents(sample).lengths
     return Examples(len(table), float(lengths.mean()), f"index {index}", len(table.entries))
 
@@ -269,7 +269,7 @@ def plan_resources(
         mode = "certified"
     elif setting == "auto" and gpu is not None:
         # Chooses as a start does by trial.
-        top = memory.on_top
+        top = memory.later_bytes
         mode, _ = better_mode(
             probe.peak(mode, size) + top,
             for_activations + top,

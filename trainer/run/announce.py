@@ -59,7 +59,7 @@ def announce(
             f"epsilon planned {rounded_up(planned[0])}, with the whole reserve "
             f"{rounded_up(epsilon)}, at delta {delta:.3g}"
         )
-        # The claim composes what the private runs behind the initial weights spent.
+        # The claim includes the spending of the private runs behind the initial weights.
         epsilon_alone = run.ledger.epsilon(plan.max_intents)
         if epsilon_alone != epsilon:
             line += f"; of it, this run alone spends at most {rounded_up(epsilon_alone or 0.0)}"

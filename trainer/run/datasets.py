@@ -30,8 +30,8 @@ from trainer.config.recipe import RunConfig
 
 STAGED = "staged-shards"
 """Private folder in data.staging, which other programs may use too."""
-LOOKED_AT = 64
-LOOKED_AT_AGAIN = 1000
+SAMPLE_SIZE = 64
+LARGER_SAMPLE_SIZE = 1000
 """How many examples a start decodes before it spends anything: first, and if one is unusable."""
 _UNUSABLE_SHARE = 0.01
 _MOST_LABELS = 10**9
@@ -260,9 +260,9 @@ def require_usable(
         # Only of the first shard, which staging copies first anyway.
         num_used = min(num_used, table.shards_of(0, 1)[0].count)
     is_training = key == "data.shards"
-    look = _look_at(table, make_example, num_used, LOOKED_AT)
-    if is_training and look.reasons and num_used > LOOKED_AT:
-        look = _look_at(table, make_example, num_used, LOOKED_AT_AGAIN)
+    look = _look_at(table, make_example, num_used, SAMPLE_SIZE)
+    if is_training and look.reasons and num_used > SAMPLE_SIZE:
+        look = _look_at(table, make_example, num_used, LARGER_SAMPLE_SIZE)
     num_unusable = look.reasons.total()
     frequent_reasons = []
     for reason, times in look.reasons.most_common(3):

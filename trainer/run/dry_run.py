@@ -50,10 +50,10 @@ def dry_run(
     *,
     may_restart: bool = False,
 ) -> int:
-    """Starts the run up to its first charge, prints what would run, and returns the exit code.
+    """Starts the run up to its first charge, prints its size, and returns the exit code.
 
-    Collective. Nothing of the start is left. Args and errors are those of
-    `trainer.run.start.train`.
+    Collective. Every file of the start is removed. See `trainer.run.start.train` for arguments and
+    errors.
     """
     prepare_process(config, device)
     run_folder = RunFolder(run_dir)
@@ -200,7 +200,7 @@ class _Asked(Exception):
 
 
 class DealtPart(NamedTuple):
-    """Holds what one rank is dealt: examples, rows of micro-batches, and what it reads for them."""
+    """Counts one rank's share of a step: examples, rows of micro-batches, bytes and shards read."""
 
     examples: int
     rows: int

@@ -49,7 +49,7 @@ def open_run_ledger(
     See `privacy.run.ledger.open_ledger`.
 
     Args:
-        unit: what one example is, for the ledger and the card.
+        unit: names one example, for the ledger and the card.
         parent_ledgers: the ledgers of private runs behind initial weights, on rank 0 alone; empty
             for a run that resumes.
     """

@@ -134,7 +134,7 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
 class TrainerStart:
     """Adds the trainer's checks and parts to a start; see `privacy.run.run.Start`.
 
-    A check keeps what it builds for the checks after it.
+    The checks run in the order of `checks`, and a later check uses the parts that earlier ones made.
     """
 
     config: RunConfig
@@ -339,7 +339,7 @@ class TrainerStart:
         self.heldout = Heldout(examples, self.task, num_examples=count, micro_batch_size=size)
 
     def load_initial_weights(self) -> None:
-        """Loads the weights of [init], and finds what the private runs behind them have spent."""
+        """Loads the weights of [init], and finds the ledgers of the private runs behind them."""
         config = self.config
         init = config.init
         self.initialisation = {"kind": "random", "seed": config.train.seed}
