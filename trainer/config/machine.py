@@ -100,7 +100,7 @@ TUNING = frozenset(
 )
 """Keys of many files that are dropped.
 
-They tune parts of DeepSpeed that do not run here, or ask for its behaviour here."""
+They tune parts of DeepSpeed that do not run here, or ask for the present behaviour."""
 
 
 def is_off(value: Any) -> bool:

@@ -134,7 +134,7 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
 class TrainerStart:
     """Adds the trainer's checks and parts to a start; see `privacy.run.run.Start`.
 
-    The checks run in the order of `checks`, and a later check uses the parts that earlier ones made.
+    The checks run in the order of `checks`; a later check uses the parts of the earlier ones.
     """
 
     config: RunConfig
