@@ -126,7 +126,7 @@ class TrainingTask:
         raise NotImplementedError
 
     def padding(self) -> dict[str, Tensor]:
-        """Returns the row that stands where there is no example, (1, ...) by input."""
+        """Returns the inputs of one row of padding, by name, (1, ...) each."""
         return dict(stack_examples([], self.make_example(train=True), 1).inputs)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
