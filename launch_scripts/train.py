@@ -62,9 +62,9 @@ LAUNCHER = (
 )  # before torch is imported, which takes seconds in which a launcher may go
 
 from privacy.errors import folded, say
-from trainer.config.cli import Parser, explain, print_anything, require_open_files
+from trainer.config.cli import Parser, explain, prepare_console, require_open_files
 from trainer.config.optimizer import key_lines
-from trainer.config.recipe import EngineName, RunConfig, load_config, resolved
+from trainer.config.recipe import EngineName, RunConfig, load_config, resolve_recipe
 from trainer.errors import in_one_line
 from trainer.ranks.discovery import (
     HEARTBEAT_SECONDS,
@@ -138,7 +138,7 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
     """Never returns: see `trainer.ranks.distributed.finish`. Only tests pass a noise source."""
-    print_anything()
+    prepare_console()
     ranks = Ranks()
     try:  # torch takes seconds to import, so what needs neither it nor another rank comes first: a wrong key is answered at once
         ranks = discover_ranks(os.environ)
@@ -181,7 +181,8 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
             on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace(
                 "torch.", ""
             )
-            say(on, *resolved(options.recipe, options.overrides).what_is_public(config), folds=True)
+            recipe = resolve_recipe(options.recipe, options.overrides)
+            say(on, *recipe.publicity_lines(config), folds=True)
         if options.dry_run:
             from trainer.run.dry_run import dry_run
 

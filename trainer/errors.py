@@ -1,4 +1,4 @@
-"""Errors of the trainer that a user can mend; those of the library are in privacy/errors.py and known here too."""
+"""Defines errors of the trainer that a user can mend, and exports those of privacy/errors.py."""
 
 from privacy.errors import (
     ConfigError,
@@ -21,6 +21,6 @@ __all__ = [
 
 
 class HostError(RuntimeError):
-    """A host lacks what the others have; its ranks say so themselves, since nobody else knows."""
+    """A host lacks files or programs that the others have; its own ranks report it."""
 
     exit_code = 2

@@ -1,4 +1,4 @@
-"""How much memory a machine has left for this process, and how much a piece of work takes."""
+"""Measures the memory that a machine has free for this process, and that a piece of work takes."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,14 +9,17 @@ import torch
 from privacy.ranks.allocator import give_back_freed_memory
 
 USABLE = 0.8
-"""This part of the available memory is used; the rest is for scratch memory inside of operations and for fragmentation."""
+"""Part of the available memory that is used.
+
+The rest is for scratch memory inside of operations and for fragmentation."""
 STATUS = Path("/proc/self/status")
 
 
 def taken_memory(work: Callable[[], object], device: torch.device) -> int | None:
-    """Runs `work` and returns the bytes that it takes at its highest point; None where the system does not say.
+    """Runs `work` and returns its peak of bytes; None where the system does not say.
 
-    CUDA: what torch allocates. CPU: growth of the resident memory of this process, libraries that are loaded meanwhile included.
+    CUDA: the bytes that torch allocates. CPU: growth of the resident memory of this process,
+    libraries that are loaded meanwhile included.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -24,22 +27,24 @@ def taken_memory(work: Callable[[], object], device: torch.device) -> int | None
         work()
         return torch.cuda.max_memory_allocated(device) - allocated
     give_back_freed_memory()
-    # Sets the high-water mark back. Where that is forbidden, the mark of an earlier moment stands for more than the work takes.
+    # Resets the high-water mark. Where that is forbidden, an earlier mark counts, which may be more
+    # than the work takes.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     resident = _in_kilobytes(STATUS, "VmRSS")
     work()
-    most = _in_kilobytes(STATUS, "VmHWM")
-    return None if resident is None or most is None else max(0, most - resident)
+    peak = _in_kilobytes(STATUS, "VmHWM")
+    return None if resident is None or peak is None else max(0, peak - resident)
 
 
 def available_memory(
     device: torch.device, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes that this process could still take on `device`; None where nobody says.
+    """Returns the bytes that this process could still take; None where the system does not say.
 
-    CUDA: free on the device, and what torch's allocator holds unused. CPU: the least of what the machine has left and what
-    each control group (container, batch job) around this process still allows.
+    CUDA: the free bytes of the device, and the unused bytes of torch's allocator. CPU: the least of
+    the machine's free bytes and of those that each control group (container, batch job) around this
+    process still allows.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -51,8 +56,8 @@ def available_memory(
         if controllers != "" and "memory" not in controllers.split(","):
             continue
         root = cgroups / "memory" if controllers else cgroups  # version 1 and version 2
-        below = root / path.lstrip("/")
-        for folder in (below, *below.parents):
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
             # In a container the path may be the host's, of which only the root is mounted.
             if folder == root or root in folder.parents:
                 limits += _allowed_by(folder)
@@ -60,12 +65,12 @@ def available_memory(
 
 
 def total_memory(proc: Path = Path("/proc")) -> int | None:
-    """Bytes of main memory in this machine; None where nobody says."""
+    """Returns the bytes of main memory in this machine; None where the system does not say."""
     return _in_kilobytes(proc / "meminfo", "MemTotal")
 
 
 def _in_kilobytes(file: Path, key: str) -> int | None:
-    """Returns, in bytes, what one line of a file of the kernel says."""
+    """Returns the bytes that a line of a kernel's file states in kilobytes."""
     for line in _text(file).splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -73,25 +78,29 @@ def _in_kilobytes(file: Path, key: str) -> int | None:
 
 
 def _allowed_by(group: Path) -> list[int]:
-    """Bytes that a control group still allows, where it has a limit; cached files are given up before memory is refused."""
-    for limit_file, used_file in (
+    """Returns the bytes that a control group still allows, in a list that is empty without a limit.
+
+    Cached files count as free: the kernel drops them before it refuses memory.
+    """
+    for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
-        if limit.isdigit() and used.isdigit():
-            stat = dict(
-                line.split()
-                for line in _text(group / "memory.stat").splitlines()
-                if len(line.split()) == 2
-            )
+        limit = _text(group / limit_file).strip()
+        usage = _text(group / usage_file).strip()
+        if limit.isdigit() and usage.isdigit():
+            stat = dict[str, str]()
+            for line in _text(group / "memory.stat").splitlines():
+                words = line.split()
+                if len(words) == 2:
+                    stat[words[0]] = words[1]
             cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            return [max(0, int(limit) - int(used) + cached)]
+            return [max(0, int(limit) - int(usage) + cached)]
     return []
 
 
 def _text(path: Path) -> str:
-    """The text of a file, which is empty where the kernel offers no such file."""
+    """Returns the file's text, or "" where the kernel offers no such file."""
     try:
         return path.read_text()
     except OSError:

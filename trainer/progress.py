@@ -1,4 +1,4 @@
-"""What a command says while it works: from its second second on, on stderr, what it does and how far it is."""
+"""Prints on stderr how far a command is, from its second second on."""
 
 import sys
 import threading
@@ -12,31 +12,33 @@ from privacy.errors import say
 T = TypeVar("T")
 
 QUIET_SECONDS = 1.5
-"""A command takes up to half a second to come here."""
+"""A command takes up to half a second until `working` begins: two seconds together."""
 LINE_SECONDS = 10.0
-"""Where stderr is no terminal, a line appears this often."""
+"""Seconds between lines where stderr is no terminal."""
 
 
 _bars = 0
-"""How many bars of `track` are in use: they say more than `working` can."""
+"""Number of bars of `track` in use: while there is one, `working` prints no lines."""
 
 
 @contextmanager
-def working(what: str, *, shows: bool = True) -> Iterator[None]:
-    """Says `what` ("computing the privacy card") once it takes longer than `QUIET_SECONDS`, and then how long it has taken.
+def working(activity: str, *, shows: bool = True) -> Iterator[None]:
+    """Prints an activity that takes longer than `QUIET_SECONDS`, and then its time so far.
 
     Args:
+        activity: such as "computing the privacy card".
         shows: False on ranks that leave the console to rank 0.
     """
-    ended, started = threading.Event(), time.monotonic()
+    ended = threading.Event()
+    started = time.monotonic()
 
     def speak() -> None:
         if ended.wait(QUIET_SECONDS):
             return
-        say(f"{what} ...", file=sys.stderr)
+        say(f"{activity} ...", file=sys.stderr)
         while not ended.wait(LINE_SECONDS):
             if _bars == 0:
-                say(f"{what}: {time.monotonic() - started:.0f} s so far", file=sys.stderr)
+                say(f"{activity}: {time.monotonic() - started:.0f} s so far", file=sys.stderr)
 
     if shows:
         threading.Thread(target=speak, name="progress", daemon=True).start()
@@ -46,12 +48,14 @@ def working(what: str, *, shows: bool = True) -> Iterator[None]:
         ended.set()
 
 
-def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> Iterator[T]:
-    """Yields the items, and shows how many of them are done: a bar on a terminal, elsewhere a line each `LINE_SECONDS`.
+def track(items: Iterable[T], name: str, total: int, *, shows: bool = True) -> Iterator[T]:
+    """Yields the items, and shows how many of them are done.
+
+    A terminal shows a bar, another stderr a line each `LINE_SECONDS`.
 
     Args:
-        what: what they are ("batches of held-out pictures").
-        total: how many there are.
+        name: names the items, such as "batches of held-out pictures".
+        total: number of items.
         shows: as in `working`.
     """
     global _bars
@@ -73,20 +77,20 @@ def track(items: Iterable[T], what: str, total: int, *, shows: bool = True) -> I
     bar = Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True
     )
-    task = bar.add_task(what, total=total)
+    task = bar.add_task(name, total=total)
     started = time.monotonic()
     printed = started + QUIET_SECONDS - LINE_SECONDS
     is_bar = shows and console.is_terminal
     _bars += 1
     try:
         for done, item in enumerate(items):
-            now = time.monotonic()
-            if is_bar and now - started > QUIET_SECONDS:
+            clock_time = time.monotonic()
+            if is_bar and clock_time - started > QUIET_SECONDS:
                 bar.start()
                 bar.update(task, completed=done)
-            elif shows and not is_bar and now - printed >= LINE_SECONDS:
-                printed = now
-                print(f"{what}: {done} of {total} done", file=sys.stderr, flush=True)
+            elif shows and not is_bar and clock_time - printed >= LINE_SECONDS:
+                printed = clock_time
+                print(f"{name}: {done} of {total} done", file=sys.stderr, flush=True)
             yield item
     finally:
         _bars -= 1

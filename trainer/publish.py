@@ -1,4 +1,4 @@
-"""A copy of the public files of a run folder (privacy/files/public.py) that tells nothing else."""
+"""Copies the public files of a run folder (privacy/files/public.py) without further facts."""
 
 import contextlib
 import hashlib
@@ -21,88 +21,102 @@ from trainer.weights import new_folder
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _PART = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 FIXED_TIME = 946684800
-"""2000-01-01 UTC: the modification time of everything that is published."""
+"""2000-01-01 UTC: the modification time of all published files."""
 FINGERPRINT = "report/fingerprint"
 _REQUEST = "30390201013031300d060960864801650304020105000420", "0101ff"
-"""DER around the SHA-256 in an RFC 3161 request: version 1, and the authority's certificate is asked for."""
+"""DER before and after the SHA-256 in an RFC 3161 request of version 1.
+
+It asks for the authority's certificate."""
 
 
 def fingerprint(run_dir: Path, ledger: LedgerFile, authority: str | None) -> list[str]:
-    """Writes the two values that no published folder can prove, and an RFC 3161 request for a time stamp of them.
+    """Writes hashes that no published folder can prove, with a request for their time stamp.
 
-    Returns lines that print them. A time stamp shows whoever trusts the authority that the ledger stood there at its time.
+    Returns lines that print the two hashes. A time stamp (RFC 3161) proves that the ledger existed
+    at its time, to a reader who trusts the authority.
 
     Args:
-        authority: where the request is sent; None keeps an answer that was put beside it by hand, if it is one for these values.
+        authority: URL of the authority; None keeps an answer for these hashes that was put beside
+            the request by hand.
 
     Raises:
         ConfigError: the authority gives no time stamp of these values.
     """
-    text, asked, stamp = (f"{FINGERPRINT}.{kind}" for kind in ("txt", "tsq", "tsr"))
-    found = {}
-    for name in ("verify.py", stamp):
-        with contextlib.suppress(OSError):  # it is not there; or a link, which is not followed
-            found[name] = read_public(run_dir, name)
-    judge, answer = hashlib.sha256(found.get("verify.py", b"")).hexdigest(), found.get(stamp, b"")
-    values = (
-        f"last line of ledger.jsonl: {ledger.last_line_sha256}\nSHA-256 of verify.py: {judge}\n"
+    text_name = f"{FINGERPRINT}.txt"
+    request_name = f"{FINGERPRINT}.tsq"
+    stamp_name = f"{FINGERPRINT}.tsr"
+    contents = dict[str, bytes]()
+    for name in ("verify.py", stamp_name):
+        # The file may be missing, or a link, which is not followed.
+        with contextlib.suppress(OSError):
+            contents[name] = read_public(run_dir, name)
+    verifier_sha256 = hashlib.sha256(contents.get("verify.py", b"")).hexdigest()
+    stamp = contents.get(stamp_name, b"")
+    text = (
+        f"last line of ledger.jsonl: {ledger.last_line_sha256}\n"
+        f"SHA-256 of verify.py: {verifier_sha256}\n"
     )
-    digest = hashlib.sha256(values.encode()).digest()
+    digest = hashlib.sha256(text.encode()).digest()
     request = bytes.fromhex(_REQUEST[0]) + digest + bytes.fromhex(_REQUEST[1])
     if authority is not None:
         try:
             if not authority.startswith(("http://", "https://")):
                 raise ValueError("it is no http:// or https:// address")
-            sent = urllib.request.Request(
+            http_request = urllib.request.Request(
                 authority, request, {"Content-Type": "application/timestamp-query"}
             )
-            with urllib.request.urlopen(sent, timeout=30) as reply:
-                answer = reply.read(1 << 16)
-            if digest not in answer:
-                raise ValueError(f"its answer is no time stamp of {text}")
+            with urllib.request.urlopen(http_request, timeout=30) as reply:
+                stamp = reply.read(1 << 16)
+            if digest not in stamp:
+                raise ValueError(f"its answer is no time stamp of {text_name}")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ConfigError(
                 f"--time_stamp {authority}: {error}; nothing was published"
             ) from error
-    answer = answer if digest in answer else b""
-    for name, content in ((text, values.encode()), (asked, request), (stamp, answer)):
-        replace_file(run_dir / name, content) if content else (run_dir / name).unlink(
-            missing_ok=True
+    replace_file(run_dir / text_name, text.encode())
+    replace_file(run_dir / request_name, request)
+    lines = [f"keep elsewhere: {line}" for line in text.splitlines()]
+    if digest in stamp:
+        replace_file(run_dir / stamp_name, stamp)
+        lines.append(
+            f"time-stamped; to check it: openssl ts -verify -data {text_name} -in {stamp_name} "
+            "-CAfile AUTHORITY.pem"
         )
-    lines = [f"keep elsewhere: {line}" for line in values.splitlines()]
-    if not answer:
-        return [
-            *lines,
-            f"not time-stamped: --time_stamp URL sends {asked} to an RFC 3161 authority",
-        ]
-    return [
-        *lines,
-        f"time-stamped; to check it: openssl ts -verify -data {text} -in {stamp} -CAfile AUTHORITY.pem",
-    ]
+    else:
+        (run_dir / stamp_name).unlink(missing_ok=True)
+        lines.append(
+            f"not time-stamped: --time_stamp URL sends {request_name} to an RFC 3161 authority"
+        )
+    return lines
 
 
 def publish(
     run_dir: Path, target: Path, ledger: LedgerFile, *, checkpoints: bool = True
 ) -> list[str]:
-    """Copies what is public into the new folder `target`; returns lines about what was copied and what was left out.
+    """Copies the public files into the new folder `target`, and returns lines about all files.
 
-    Every file has mode 0644 and every folder 0755, all have one modification time, and they are made in the order of their
-    names. Paths in config.toml lose their folders. The newest whole checkpoint goes with them: it holds noised quantities alone.
+    Every file has mode 0644 and every folder 0755, all have one modification time, and they are
+    made in the order of their names. Paths in config.toml lose their folders. The newest whole
+    checkpoint is copied too, since it has noised quantities alone.
 
     Args:
-        ledger: what the privacy card that was just written says of the ledger.
+        ledger: the facts of the ledger in the privacy card that was just written.
 
     Raises:
-        ConfigError: `target` is not new or lies in the run folder, a file cannot be copied, or the run goes on meanwhile.
+        ConfigError: `target` is not new or lies in the run folder, a file cannot be copied, or the
+            run goes on meanwhile.
         NotRecorded: the newest whole checkpoint is not the one that the ledger recorded.
     """
     if run_dir.resolve() in (target.resolve(), *target.resolve().parents):
         raise ConfigError(
             f"{target} lies in the run folder that is to be published; give a folder elsewhere"
         )
-    found = survey(run_dir)
-    step, parts = (_newest_whole(run_dir) if checkpoints else None) or ("", [])
-    names, latest, size = list(found.public), f"checkpoints/{LATEST}", 0
+    files = survey(run_dir)
+    newest = _newest_whole(run_dir) if checkpoints else None
+    step, parts = newest or ("", [])
+    names = list(files.public)
+    latest = f"checkpoints/{LATEST}"
+    size = 0
     if step:
         names += [latest, *(f"checkpoints/{step}/{part}" for part in parts)]
     with new_folder(target) as folder:
@@ -115,15 +129,17 @@ def publish(
                 else:
                     with open_public(run_dir, name) as source:
                         if name == "config.toml":
-                            kept = without_folders(source.read().decode(errors="surrogateescape"))
-                            file.write(kept.encode(errors="surrogateescape"))
+                            recipe = source.read().decode(errors="surrogateescape")
+                            short_recipe = without_folders(recipe)
+                            file.write(short_recipe.encode(errors="surrogateescape"))
                         while block := source.read(1 << 24):
                             file.write(block)
                 size += file.tell()
         copied = read_snapshot(folder / "ledger.jsonl")
         if (copied.state.num_lines, copied.last_hash) != (ledger.lines, ledger.last_line_sha256):
             raise ConfigError(
-                f"{run_dir} is being trained: its ledger grew since the card was made; publish when it stands still"
+                f"{run_dir} is being trained: its ledger grew since the card was made; publish "
+                "when it stands still"
             )
         if step:
             try:
@@ -135,35 +151,36 @@ def publish(
             path.chmod(0o755 if path.is_dir() else 0o644)
             os.utime(path, (FIXED_TIME, FIXED_TIME))
     lines = [f"published: {target} ({len(names)} files, {size:,} bytes)"]
-    lines += [
-        f"left out: {printable(name)}: {reason}" for name, reason in sorted(found.left_out.items())
-    ]
-    if not step:
-        lines.append(
-            f"left out: checkpoints: {'there is no whole one' if checkpoints else '--no_checkpoints says so'}"
-        )
-    else:
+    for name, reason in sorted(files.left_out.items()):
+        lines.append(f"left out: {printable(name)}: {reason}")
+    if step:
         lines.append(f"left out: checkpoints: all but the newest whole one, {step}")
+    elif checkpoints:
+        lines.append("left out: checkpoints: there is no whole one")
+    else:
+        lines.append("left out: checkpoints: --no_checkpoints says so")
     return [*lines, "left out: private"]
 
 
 def _newest_whole(run_dir: Path) -> tuple[str, list[str]] | None:
-    """(folder, files) of the newest checkpoint that is what its manifest says, all of them regular and named as they must be."""
+    """Returns (folder, files) of the newest checkpoint that matches its manifest, or None.
+
+    All its files are regular and have the names of a checkpoint's files.
+    """
     folder = run_dir / "checkpoints"
     if folder.is_symlink() or not folder.is_dir():
         return None
     for path in sorted(folder.iterdir(), reverse=True):
         if _CHECKPOINT.fullmatch(path.name) is None or path.is_symlink() or not path.is_dir():
             continue
-        files = sorted(
-            p.name for p in path.iterdir() if p.name == MANIFEST or _PART.fullmatch(p.name)
-        )
+        names = sorted(p.name for p in path.iterdir())
+        files = [name for name in names if name == MANIFEST or _PART.fullmatch(name)]
         if not all(stat.S_ISREG((path / name).lstat().st_mode) for name in files):
             continue
         try:
-            named = set(Checkpoint(path).manifest["files"])
+            listed_files = set(Checkpoint(path).manifest["files"])
         except ConfigError:
             continue  # damaged, or half removed: an older one may be whole
-        if named == {name for name in files if name != MANIFEST}:
+        if listed_files == set(files) - {MANIFEST}:
             return path.name, files
     return None

@@ -1,4 +1,4 @@
-"""The privacy card of a run folder of the trainer, whose manifests say what the weights started from."""
+"""Builds the privacy card of a run folder, with the initial weights that its manifests state."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from trainer.weights.provenance import initialisation_statement
 
 
 def build_card(run_dir: Path) -> PrivacyCard:
-    """See `privacy.card.folder.build_card`."""
+    """Returns the card of a run folder; see `privacy.card.folder.build_card`."""
     return folder.build_card(run_dir, initialisation_statement)

@@ -113,7 +113,7 @@ def test_a_file_that_may_not_grow_is_named(
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_console_on_a_full_disk_is_named(stream: str, options: tuple[str, ...]) -> None:
     program = (
-        "import sys\nfrom trainer.config.cli import print_anything\nfrom trainer.errors import in_one_line\nprint_anything()\n"
+        "import sys\nfrom trainer.config.cli import prepare_console\nfrom trainer.errors import in_one_line\nprepare_console()\n"
         f"try:\n    print('line', file=sys.{stream}, flush=True)\n"
         f"except OSError as error:\n    print(in_one_line(error).line, file=sys.{'stderr' if stream == 'stdout' else 'stdout'})\n"
     )

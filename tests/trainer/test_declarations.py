@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, train_arguments
-from trainer.config.recipe import load_config, resolved
+from trainer.config.recipe import load_config, resolve_recipe
 
 pytestmark = pytest.mark.usefixtures("trusted_models")
 
@@ -34,7 +34,7 @@ NAMINGS = {
 
 
 def said(recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
-    return resolved(recipe, overrides).what_is_public(load_config(recipe, overrides))
+    return resolve_recipe(recipe, overrides).publicity_lines(load_config(recipe, overrides))
 
 
 @pytest.fixture

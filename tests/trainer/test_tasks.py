@@ -16,7 +16,7 @@ from models.captioner import Captioner
 from models.masked_autoencoder import reconstruction_loss
 from privacy.guards.selfcheck import check_against_autograd
 from trainer.config.recipe import load_config
-from trainer.loop.reporting import learned
+from trainer.loop.reporting import verdict_lines
 from trainer.tasks import MaskedAutoencodingTask, make_task
 from trainer.tasks.base import GAP, SIDE, pixels
 from trainer.tasks.blind import (
@@ -201,16 +201,17 @@ def test_nothing_is_said_of_too_few_examples(
 
 
 def test_what_is_said() -> None:
-    said = "\n".join(learned({"loss": 0.3}, {"blind_loss": 0.7, "shuffled_loss": 1.2}))
+    said = "\n".join(verdict_lines({"loss": 0.3}, {"blind_loss": 0.7, "shuffled_loss": 1.2}))
     assert (
         "is below that of" in said
         and "looks at its pictures" in said
         and "0.7000" in said
         and "1.2000" in said
     )
-    said = "\n".join(learned({"loss": 6.124}, {"blind_loss": 5.782, "shuffled_loss": 6.126}))
+    said = "\n".join(verdict_lines({"loss": 6.124}, {"blind_loss": 5.782, "shuffled_loss": 6.126}))
     assert "the loss is not yet below that of fixed guesses" in said and "hardly looks" in said
-    assert learned({"loss": 1.0}, {}) == []
+    assert verdict_lines({"loss": 1.0}, {}) == []
     assert (
-        "accuracy 0.4000" in learned({"loss": 1.0}, {"blind_loss": 2.0, "blind_accuracy": 0.4})[0]
+        "accuracy 0.4000"
+        in verdict_lines({"loss": 1.0}, {"blind_loss": 2.0, "blind_accuracy": 0.4})[0]
     )

@@ -206,7 +206,7 @@ def test_a_class_that_is_lost_or_more_than_one_percent_is_refused(
 ) -> None:
     """Without a label in the line, and with the way to say that it is meant; without privacy it is only said."""
     labels, bad, message = LABELS[what]
-    monkeypatch.setattr(datasets, "LOOKED_AT", 600)  # else the second look depends on the first
+    monkeypatch.setattr(datasets, "SAMPLE_SIZE", 600)  # else the second look depends on the first
     with pytest.raises(DataError, match=message) as caught:
         look(tmp_path, labels, bad)
     assert "data.max_unusable_share=0.5" in str(caught.value) and "\n" not in str(caught.value)
@@ -234,7 +234,7 @@ def test_few_unusable_examples_of_any_label_are_said(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(datasets, "LOOKED_AT", 300)
+    monkeypatch.setattr(datasets, "SAMPLE_SIZE", 300)
     look(tmp_path, labels, bad)
     assert "cannot be used and count as zero" in said_of(capsys.readouterr().out, "data.shards")[0]
 

@@ -1,4 +1,7 @@
-"""How every command begins and ends: an error that a user can mend is one line on stderr and an exit code, never a traceback."""
+"""Begins and ends every command.
+
+An error that a user can mend is one line on stderr and an exit code, never a traceback.
+"""
 
 import argparse
 import contextlib
@@ -14,51 +17,60 @@ from privacy.errors import placed
 from trainer.errors import ConfigError, RemoteError, in_one_line
 
 MAX_NUMBER = 2**63
-"""No option of any command has a use for a larger one; NaN is below nothing."""
+"""No option of any command has a use for a larger number; NaN is not below it."""
 
-OPEN_FILES, FILES_OF_A_RANK = 128, 4
-"""Files that any process needs, and more for each rank of a job: rank 0 holds two sockets of gloo and two of the rendezvous."""
+OPEN_FILES = 128
+"""Files that any process needs."""
+FILES_OF_A_RANK = 4
+"""Further files for each rank of a job: rank 0 has two sockets of gloo, two of the rendezvous."""
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of every command and subcommand: a bad argument is a ConfigError, not a block of usage.
+    """A parser of commands and subcommands that raises ConfigError in place of printing usage.
 
     Raises:
-        ConfigError: `parse_args` refuses something, in argparse's words, or text that is no UTF-8, NaN, or a number beyond
-            `MAX_NUMBER`.
+        ConfigError: `parse_args` refuses an argument, in argparse's words, or text that is no
+            UTF-8, NaN, or a number beyond `MAX_NUMBER`.
     """
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse."""
+        """Raises argparse's message as ConfigError."""
         raise ConfigError(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See `argparse.ArgumentParser.parse_known_args`, which all other ways to parse go through."""
+        """Parses the arguments; all other ways to parse call it.
+
+        See `argparse.ArgumentParser.parse_known_args`.
+        """
         for word in sys.argv[1:] if args is None else args:
+            # Python reads bytes that are no UTF-8 as such surrogates.
             if not word.isascii() and any("\ud800" <= letter <= "\udfff" for letter in word):
                 raise ConfigError(
                     f"argument {word!a} is not valid UTF-8; rename the file, or mend the argument"
                 )
-        options, others = super().parse_known_args(args, namespace)
-        for name, value in vars(options).items():
-            for number in value if isinstance(value, list) else [value]:
+        options, unknown_words = super().parse_known_args(args, namespace)
+        for name, setting in vars(options).items():
+            for number in setting if isinstance(setting, list) else [setting]:
+                # `not <` refuses NaN too.
                 if isinstance(number, int | float) and not abs(number) < MAX_NUMBER:
                     raise ConfigError(
-                        f"argument --{name}: must be a number below {MAX_NUMBER:.3g} in size, not {number:g}"
+                        f"argument --{name}: must be a number below {MAX_NUMBER:.3g} in size, "
+                        f"not {number:g}"
                     )
-        return options, others
+        return options, unknown_words
 
 
 def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command and exits with its code.
 
-    What `in_one_line` knows is printed as `error: ...` and exits with its code; Ctrl-C exits with 130; a reader that closed
-    our stdout (`| head`) ends the command quietly with 1. Anything else is a defect and keeps its traceback.
+    An error that `in_one_line` knows is printed as `error: ...` and exits with its code; Ctrl-C
+    exits with 130; a reader that closed our stdout (`| head`) ends the command quietly with 1. Any
+    other error is a defect and keeps its traceback.
 
     Args:
         main: returns the exit code; None means 0.
     """
-    print_anything()
+    prepare_console()
     try:
         require_open_files()
         code = main() or 0
@@ -70,34 +82,36 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
-        known = in_one_line(error)
-        if known is None:
+        message = in_one_line(error)
+        if message is None:
             raise
-        print(f"error: {known.line}", file=sys.stderr)
-        code = known.exit_code
+        print(f"error: {message.line}", file=sys.stderr)
+        code = message.exit_code
     sys.exit(code)
 
 
 def explain(error: Exception, rank: int) -> bool:
-    """Prints why a rank ends: once, in one line, what a user can mend; a traceback for a defect. Whether it is printed."""
+    """Prints why a rank ends, and returns whether the reason is printed.
+
+    An error that a user can mend is printed once, in one line; a defect has its traceback.
+    """
     if isinstance(error, RemoteError):
         return True  # by the other rank
-    known = in_one_line(error)
-    if known is None:
+    message = in_one_line(error)
+    if message is None:
         print(f"error on rank {rank}:", file=sys.stderr)
         traceback.print_exception(error)
-    elif rank == 0 or not isinstance(
-        error, ConfigError
-    ):  # those come from the command line: every rank has them
-        where = "" if rank == 0 and known.exit_code != 1 else f" on rank {rank}"
-        print(f"error{where}: {known.line}", file=sys.stderr, flush=True)
-    else:
+        return True
+    # A ConfigError comes from the command line, which every rank has; rank 0 prints it.
+    if rank > 0 and isinstance(error, ConfigError):
         return False
+    place = "" if rank == 0 and message.exit_code != 1 else f" on rank {rank}"
+    print(f"error{place}: {message.line}", file=sys.stderr, flush=True)
     return True
 
 
 class _Console(io.FileIO):
-    """A stream of the process; an error of the disk behind it says which stream it is."""
+    """A stream of the process; an error of the disk behind it names the stream."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -108,10 +122,11 @@ class _Console(io.FileIO):
             return super().write(data)
 
 
-def print_anything() -> None:
-    """A console that cannot show a character shows its number, and a stream that was closed swallows what is printed.
+def prepare_console() -> None:
+    """Lets the console take any text.
 
-    A console on a full disk is an error that names it.
+    A console that cannot show a character shows its number. A closed stream drops its text.
+    A console on a full disk raises an error that names the console.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -134,24 +149,26 @@ def print_anything() -> None:
 
 
 def open_files_of(world_size: int) -> int:
-    """How many files and sockets a process of a job of so many ranks may have to open."""
+    """Returns how many files and sockets a process of a job with `world_size` ranks may open."""
     return OPEN_FILES + (FILES_OF_A_RANK * world_size if world_size > 1 else 0)
 
 
 def require_open_files(world_size: int = 1) -> None:
-    """Refuses too few open files, which fail somewhere in the middle, in as many ways as there are libraries.
+    """Raises this process's limit of open files where it is too low.
 
-    A limit that this process may raise by itself is raised.
+    Without that a run fails somewhere in the middle, and each library fails in another way.
 
     Raises:
-        ConfigError: this process may not open as many as it needs.
+        ConfigError: the hard limit is below the files that this process needs.
     """
     needed = open_files_of(world_size)
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= most < needed:
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A negative limit is no limit.
+    if 0 <= hard_limit < needed:
         ranks = f" for {world_size:,} ranks" if world_size > 1 else ""
         raise ConfigError(
-            f"this process may have {most} open files, and at least {needed} are needed{ranks}: ulimit -n {needed}"
+            f"this process may have {hard_limit} open files, and at least {needed} are "
+            f"needed{ranks}: ulimit -n {needed}"
         )
-    if 0 <= allowed < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, most))
+    if 0 <= soft_limit < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard_limit))

@@ -1,4 +1,7 @@
-"""What a recipe declares of its data; it counts only for the data that the recipe names itself (contract 12)."""
+"""Resets declarations of a recipe that belong to other data (contract 12).
+
+A declaration counts only for the data that the recipe names itself.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,14 +30,14 @@ DECLARED_OF = {
     "heldout.shards": ("heldout.is_public",),
     "init.checkpoint": ("init.disjoint_data",),
 }
-"""Key that names data, or a part of them -> keys that declare something of them."""
+"""Key that names data, or a part of them -> keys that declare facts about them."""
 
 
-class Resolved(NamedTuple):
+class ResolvedRecipe(NamedTuple):
     """A recipe with overrides, before it is checked.
 
     Attributes:
-        tree: what holds.
+        tree: the recipe's keys with the overrides.
         overrides: the overrides alone, as a tree.
         reset: keys of the recipe that do not count, since an override names other data.
     """
@@ -44,49 +47,47 @@ class Resolved(NamedTuple):
     overrides: dict[str, Any]
     reset: list[str]
 
-    def what_is_public(self, config: "RunConfig") -> list[str]:
-        """Which data count as public and who declared it, in lines for the console.
+    def publicity_lines(self, config: "RunConfig") -> list[str]:
+        """Returns lines for the console: which data count as public, and who declared it.
 
         Args:
-            config: what `tree` means.
+            config: the checked configuration of `tree`.
         """
-        data, heldout = config.data, config.heldout
-        named: list[tuple[str, str, str, bool]] = [
-            (
-                f"training data {data.shards}",
-                "data.provenance",
-                data.provenance,
-                data.provenance != "private",
-            )
+        provenance = config.data.provenance
+        training_data = f"training data {config.data.shards}"
+        declarations: list[tuple[str, str, str, bool]] = [
+            (training_data, "data.provenance", provenance, provenance != "private")
         ]
-        if heldout is not None:
-            what = f"held-out data {heldout.shards}"
-            named.append(
-                (what, "heldout.is_public", str(heldout.is_public).lower(), heldout.is_public)
+        if config.heldout is not None:
+            is_public = config.heldout.is_public
+            heldout_data = f"held-out data {config.heldout.shards}"
+            declarations.append(
+                (heldout_data, "heldout.is_public", str(is_public).lower(), is_public)
             )
         lines = list[str]()
-        for what, key, value, is_public in named:
+        for name, key, setting, is_public in declarations:
+            source = f"declared by {self.recipe}"
             if leaf(self.overrides, key) is not None:
-                who = "declared by the command line"
+                source = "declared by the command line"
+            elif leaf(self.tree, key) is None:
+                source = "the default"
+            verdict = f"{'public' if is_public else 'private'}: {name}"
+            reason = f"({key} = {setting}, {source})"
+            if len(verdict) + len(reason) < 80:
+                lines.append(f"{verdict} {reason}")
             else:
-                who = (
-                    "the default" if leaf(self.tree, key) is None else f"declared by {self.recipe}"
-                )
-            said, reason = (
-                f"{'public' if is_public else 'private'}: {what}",
-                f"({key} = {value}, {who})",
-            )
-            lines += [f"{said} {reason}"] if len(said) + len(reason) < 80 else [said, f"  {reason}"]
+                lines += [verdict, f"  {reason}"]
         if self.reset:
+            keys = ", ".join(self.reset)
             lines += [
                 f"ignored, because {self.recipe} says it of other data than these:",
-                f"  {', '.join(self.reset)} (to declare it of these, repeat it on the command line)",
+                f"  {keys} (to declare it of these, repeat it on the command line)",
             ]
         return lines
 
 
 def leaf(tree: Mapping[str, Any], key: str) -> Any:
-    """The value of `section.name`, None where the tree has none."""
+    """Returns the value of `section.name`, or None where the tree has none."""
     section, _, name = key.partition(".")
     inner = tree.get(section)
     return inner.get(name) if isinstance(inner, Mapping) else None

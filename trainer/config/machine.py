@@ -1,8 +1,8 @@
-"""ds_configs/*.json: what the machine decides.
+"""Reads ds_configs/*.json, the settings of the machine.
 
-Loading takes the keys of a list, leaves out what asks for nothing, and refuses all others: DeepSpeed ignores unknown
-top-level keys. Resolving writes the recipe's keys out in full, because DeepSpeed's defaults change (gradient_clipping went
-from 0 to 1.0 in 0.19.3).
+Loading takes the keys of a list, drops keys that are switched off, and refuses all others, since
+DeepSpeed ignores unknown top-level keys. Resolving writes the recipe's keys out in full, because
+DeepSpeed's defaults change (gradient_clipping went from 0 to 1.0 in 0.19.3).
 """
 
 import json
@@ -59,7 +59,7 @@ KEYS: Mapping[str, Check] = {
     "activation_checkpointing.enabled": _SWITCH,
     "activation_checkpointing.cpu_checkpointing": _SWITCH,
 }
-"""The keys that are read, and what their values must be."""
+"""The keys that are read, each with a check of its value and words for it."""
 
 SECTIONS = {place.rpartition(".")[0] for place in KEYS} | {"zero_optimization"}
 OF_STAGE_3 = frozenset(
@@ -71,34 +71,47 @@ OF_STAGE_3 = frozenset(
 TUNING = frozenset(
     [
         "aio",
-        *(f"bf16.{name}" for name in ("loss_scale", "loss_scale_window", "initial_scale_power")),
-        *(f"bf16.{name}" for name in ("hysteresis", "min_loss_scale")),
-        *(
-            f"zero_optimization.{section}.{name}"
-            for section in ("offload_optimizer", "offload_param")
-            for name in ("buffer_count", "buffer_size", "max_in_cpu", "fast_init")
-        ),
+        "bf16.loss_scale",
+        "bf16.loss_scale_window",
+        "bf16.initial_scale_power",
+        "bf16.hysteresis",
+        "bf16.min_loss_scale",
+        "zero_optimization.offload_optimizer.buffer_count",
+        "zero_optimization.offload_optimizer.buffer_size",
+        "zero_optimization.offload_optimizer.max_in_cpu",
+        "zero_optimization.offload_optimizer.fast_init",
+        "zero_optimization.offload_param.buffer_count",
+        "zero_optimization.offload_param.buffer_size",
+        "zero_optimization.offload_param.max_in_cpu",
+        "zero_optimization.offload_param.fast_init",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.reduce_scatter",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.round_robin_gradients",
+        "zero_optimization.allgather_partitions",
+        "zero_optimization.use_multi_rank_bucket_allreduce",
+        "zero_optimization.ignore_unused_parameters",
+        "zero_optimization.memory_efficient_linear",
+        "zero_optimization.elastic_checkpoint",
+        "zero_optimization.load_from_fp32_weights",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.gather_16bit_weights_on_model_save",
     ]
-) | frozenset(
-    f"zero_optimization.{name}"
-    for name in (
-        *("reduce_bucket_size", "reduce_scatter", "contiguous_gradients", "round_robin_gradients"),
-        *("allgather_partitions", "use_multi_rank_bucket_allreduce", "ignore_unused_parameters"),
-        *("memory_efficient_linear", "elastic_checkpoint", "load_from_fp32_weights"),
-        *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
-    )
 )
-"""Keys of many files that tune what DeepSpeed does not do here, or ask for what happens anyway: left out."""
+"""Keys of many files that are dropped.
+
+They tune parts of DeepSpeed that do not run here, or ask for the present behaviour."""
 
 
 def is_off(value: Any) -> bool:
-    """Says whether a value asks for nothing: null, false, 0, "none", an object that is not enabled, or one of such values."""
+    """Returns whether a value asks for nothing.
+
+    So do null, false, 0, "none", an object that is not enabled, and an object of such values.
+    """
     if isinstance(value, dict):
-        return (
-            value.get("enabled") is False
-            or value.get("device") == "none"
-            or all(map(is_off, value.values()))
-        )
+        if value.get("enabled") is False or value.get("device") == "none":
+            return True
+        return all(map(is_off, value.values()))
     return value is None or value in (False, 0, "none")
 
 
@@ -107,13 +120,15 @@ class MachineSettings:
     """A checked ds_config.
 
     Attributes:
-        offload_optimizer: master weights and optimizer states live in host memory, and the optimizer steps there.
-        offload_param: so do the shards of the weights between their uses.
+        offload_optimizer: master weights and optimizer states live in host memory, and the
+            optimizer steps there.
+        offload_param: the shards of the weights live in host memory between their uses.
         activation_checkpointing: the model's blocks are recomputed in the backward pass.
-        checkpoint_on_cpu: what such a block keeps, its inputs, waits in host memory.
+        checkpoint_on_cpu: the inputs of such a block wait in host memory.
         zero_init: the model is built in shards, so that it need not fit into one process.
-        shard_group_size: ranks that share one copy of the model, where groups of ranks hold copies of it (HSDP); None: all.
-        raw: the keys that something reads.
+        shard_group_size: ranks that share one copy of the model, where groups of ranks hold copies
+            of it (HSDP); None: all.
+        raw: the checked keys.
     """
 
     path: str
@@ -129,24 +144,24 @@ class MachineSettings:
 
 
 def load_machine_settings(path: Path) -> MachineSettings:
-    """Reads and checks a ds_config.
+    """Returns the checked settings of a ds_config.
 
     Raises:
-        ConfigError: no such file, no JSON, a key that is not in the list, a value of the wrong kind, a key without effect;
-            names the file, and each such key on a line of its own, with its place.
+        ConfigError: no such file, no JSON, a key that is not in the list, a value of the wrong
+            kind, a key without effect; names the file, and each such key on a line of its own,
+            with its place.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Python keeps the last of two equal keys and says nothing."""
+    def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Refuses two equal keys, of which Python would silently keep the last."""
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
                 raise ValueError(f"it has the key {key} twice")
         return dict(pairs)
 
     try:
-        raw = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_float=_number
-        )
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text, object_pairs_hook=refuse_twins, parse_float=_number)
     except OSError as error:
         raise ConfigError(
             f"ds_config {path}: {error.strerror}; see ds_configs/ for the shipped ones"
@@ -177,55 +192,61 @@ def load_machine_settings(path: Path) -> MachineSettings:
     if "zero_optimization.stage" not in values and not refused:
         refused.append("zero_optimization.stage must be 1, 2 or 3; it is missing")
     stage = values.get("zero_optimization.stage", 3)
-    asked = {
-        "zero_optimization.offload_param": values.get("zero_optimization.offload_param.device")
-        == "cpu",
-        "zero_optimization.zero_init": values.get("zero_optimization.zero_init", False),
+    offload_optimizer = values.get("zero_optimization.offload_optimizer.device") == "cpu"
+    offload_param = values.get("zero_optimization.offload_param.device") == "cpu"
+    zero_init = values.get("zero_optimization.zero_init", False)
+    needs_stage_3 = {
+        "zero_optimization.offload_param": offload_param,
+        "zero_optimization.zero_init": zero_init,
     }
-    for place, is_asked in asked.items():
-        if stage < 3 and is_asked:
+    for place, is_on in needs_stage_3.items():
+        if stage < 3 and is_on:
             refused.append(f"{place} has no effect at stage {stage} (only at 3); remove it")
     checkpointing = values.get("activation_checkpointing.enabled")
     if values.get("activation_checkpointing.cpu_checkpointing") and not checkpointing:
         refused.append(
-            "activation_checkpointing.cpu_checkpointing needs activation_checkpointing.enabled = true"
+            "activation_checkpointing.cpu_checkpointing needs "
+            "activation_checkpointing.enabled = true"
         )
     if refused:
         lines = refused if len(refused) == 1 else [f"{len(refused)} keys must change", *refused]
         raise ConfigError(f"ds_config {path}: {lines[0]}", *lines[1:])
-    for place in values.keys() & OF_STAGE_3 if stage < 3 else ():
-        del values[place]
-    if stage == 3:
+    if stage < 3:
+        for place in values.keys() & OF_STAGE_3:
+            del values[place]
+    else:
         values.pop("zero_optimization.allgather_bucket_size", None)
     return MachineSettings(
         path=str(path),
         stage=stage,
         compute_dtype=torch.bfloat16 if values.get("bf16.enabled") else torch.float32,
-        offload_optimizer=values.get("zero_optimization.offload_optimizer.device") == "cpu",
-        offload_param=values.get("zero_optimization.offload_param.device") == "cpu",
+        offload_optimizer=offload_optimizer,
+        offload_param=offload_param,
         activation_checkpointing=bool(checkpointing),
         checkpoint_on_cpu=values.get("activation_checkpointing.cpu_checkpointing", False),
-        zero_init=values.get("zero_optimization.zero_init", False),
+        zero_init=zero_init,
         shard_group_size=values.get("zero_optimization.zero_hpz_partition_size"),
         raw=_nested(values),
     )
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted place, value) of everything that is no section of known keys."""
+    """Yields (dotted place, value) of every key that is no section."""
     for key, value in section.items():
         place = f"{prefix}{key}"
         if place in SECTIONS and isinstance(value, dict):
-            # Beside these two nothing else of a section means anything.
-            switched_off = {"enabled": False}, {"device": "none"}
-            off = next((case for case in switched_off if case.items() <= value.items()), None)
-            yield from _leaves(value if off is None else off, f"{place}.")
+            # A section that is switched off ignores its other keys.
+            if value.get("enabled") in (False, 0):
+                value = {"enabled": False}
+            elif value.get("device") == "none":
+                value = {"device": "none"}
+            yield from _leaves(value, f"{place}.")
         elif place not in SECTIONS or not is_off(value):
             yield place, value
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the objects that dotted places stand for."""
+    """Returns nested objects from values at dotted places."""
     tree: dict[str, Any] = {}
     for place, value in values.items():
         *sections, key = place.split(".")
@@ -237,20 +258,24 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(text: str) -> int | float:
-    """A whole number is an integer however it is written, as DeepSpeed reads 5e8."""
-    value = float(text)
-    return int(value) if value.is_integer() and abs(value) < 2**63 else value
+    """Returns an integer for a whole number, however it is written, as DeepSpeed reads 5e8."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**63 else number
 
 
 def resolve(machine: MachineSettings, *, micro_batch_size: int, world_size: int) -> dict[str, Any]:
-    """The full dictionary for DeepSpeed: the machine's keys and every recipe-owned key, defaults included."""
-    zero = {
-        key: value for key, value in machine.raw["zero_optimization"].items() if key != "zero_init"
-    }  # ours
+    """Returns DeepSpeed's full configuration: the machine's keys, and all of the recipe's.
+
+    Defaults are written out.
+    """
+    zero = dict(machine.raw["zero_optimization"])
+    # The engine builds the model in shards itself (trainer/engines/deepspeed.py).
+    zero.pop("zero_init", None)
     if machine.stage == 3:
-        # No weight gradient is DeepSpeed's business: no buffer of 5e8 elements for them, and no linear that computes them.
+        # DeepSpeed handles no weight gradient here: no buffer of 5e8 elements for them, and no
+        # linear that computes them.
         zero |= {"contiguous_gradients": False, "memory_efficient_linear": False}
-    return {
+    config = {
         "zero_optimization": zero,
         "bf16": {"enabled": machine.compute_dtype == torch.bfloat16},
         "fp16": {"enabled": False},
@@ -261,11 +286,15 @@ def resolve(machine: MachineSettings, *, micro_batch_size: int, world_size: int)
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # offloaded states are stepped by our own optimizer
+        # Offloaded states are stepped by our own optimizer.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31 - 1,
         "tensorboard": {"enabled": False},
         "wandb": {"enabled": False},
         "csv_monitor": {"enabled": False},
-        # ZeRO-3's gradient buffer takes the model's dtype otherwise. Not for ZeRO-1, where the key selects another wrapper.
-        **({"data_types": {"grad_accum_dtype": "fp32"}} if machine.stage == 3 else {}),
     }
+    # Otherwise ZeRO-3's gradient buffer takes the model's dtype. ZeRO-1 gets no such key, since it
+    # selects another wrapper there.
+    if machine.stage == 3:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config

@@ -1,4 +1,7 @@
-"""One module per way to shard; each is imported only when it is used. What an engine cannot do is refused here."""
+"""Builds engines, one module per way to shard, and refuses settings that an engine cannot do.
+
+An engine's module is imported only when the engine is used.
+"""
 
 from collections.abc import Callable
 
@@ -19,31 +22,35 @@ def require_supported(name: EngineName, machine: MachineSettings, world_size: in
     Raises:
         ConfigError: naming file, key, reason and a way out.
     """
-    where = f"ds_config {machine.path}: zero_optimization"
+    prefix = f"ds_config {machine.path}: zero_optimization"
     if machine.zero_init and name != "deepspeed":
-        raise ConfigError(f"{where}.zero_init needs --engine deepspeed, not {name}")
-    ranks = machine.shard_group_size
-    if ranks is not None and name != "fsdp":
+        raise ConfigError(f"{prefix}.zero_init needs --engine deepspeed, not {name}")
+    group_size = machine.shard_group_size
+    if group_size is not None and name != "fsdp":
         raise ConfigError(
-            f"{where}.zero_hpz_partition_size (groups of ranks that each hold the whole model) needs --engine fsdp, not {name}"
+            f"{prefix}.zero_hpz_partition_size (groups of ranks that each hold the whole model) "
+            f"needs --engine fsdp, not {name}"
         )
-    if ranks is not None and world_size % ranks != 0:
+    if group_size is not None and world_size % group_size != 0:
         raise ConfigError(
-            f"{where}.zero_hpz_partition_size {ranks} must divide the {world_size} ranks"
+            f"{prefix}.zero_hpz_partition_size {group_size} must divide the {world_size} ranks"
         )
+    # Its post-backward hooks fire only where a gradient is accumulated. Besides, its first forward
+    # fails on CPU, because its streams exist on CUDA only (fairscale 0.4.13).
     if name == "fairscale" and machine.stage == 3:
         raise ConfigError(
-            f"{where}.stage 3 is refused with --engine fairscale: its FullyShardedDataParallel waits for gradients that "
-            "per-example clipping never makes; use stage 1 (OSS), or --engine fsdp"
+            f"{prefix}.stage 3 is refused with --engine fairscale: its FullyShardedDataParallel "
+            "waits for gradients that per-example clipping never makes; use stage 1 (OSS), or "
+            "--engine fsdp"
         )
     if name == "fairscale" and machine.offload_optimizer:
         raise ConfigError(
-            f"{where}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp"
+            f"{prefix}.offload_optimizer: --engine fairscale cannot offload; use deepspeed or fsdp"
         )
     if name == "fsdp" and machine.offload_optimizer and not machine.offload_param:
         raise ConfigError(
-            f"{where}.offload_optimizer: FSDP2 keeps weights and optimizer states in one place; add offload_param (stage 3), "
-            "or remove it"
+            f"{prefix}.offload_optimizer: FSDP2 keeps weights and optimizer states in one place; "
+            "add offload_param (stage 3), or remove it"
         )
     if name == "local" and (machine.offload_optimizer or machine.offload_param):
         raise ConfigError(
@@ -54,12 +61,14 @@ def require_supported(name: EngineName, machine: MachineSettings, world_size: in
 def sharder(
     name: EngineName, machine: MachineSettings, device: torch.device, micro_batch_size: int
 ) -> Callable[[nn.Module], None] | None:
-    """Shards a model's modules one by one while it is built, where the ds_config asks for that (`zero_init`); else None."""
+    """Returns a function that shards one module of a model that is being built.
+
+    None where the ds_config does not ask for it (`zero_init`).
+    """
     if not machine.zero_init:
         return None
-    require_supported(
-        name, machine, 1
-    )  # no engine that builds in shards cares how many ranks there are
+    # Engines that build in shards support any number of ranks.
+    require_supported(name, machine, 1)
     from trainer.engines.deepspeed import module_sharder
 
     return module_sharder(machine, device, micro_batch_size)
@@ -73,9 +82,10 @@ def build_engine(
     device: torch.device,
     micro_batch_size: int,
 ) -> Engine:
-    """Wraps a module, whose weights are already set and equal on all ranks.
+    """Returns an engine around a module whose weights are set and equal on all ranks.
 
-    A module built with a `sharder` holds its weights in shards already; after a resume they come with the master weights.
+    A module built with a `sharder` has its weights in shards already; a resume sets them from the
+    master weights.
     """
     require_supported(name, machine, collectives.world_size())
     engine: Engine

@@ -1,19 +1,8 @@
-"""fairscale: parameters whole on every rank, optimizer states sharded by parameter (OSS, which is ZeRO-1).
+"""Shards optimizer states by parameter with fairscale's OSS, which is ZeRO-1.
 
-Each parameter belongs to one rank: it gets the reduced sum, adds the noise and steps; OSS then broadcasts the new values, so
-every replica holds the owner's bits. With bf16 compute OSS works on fp32 master weights apart from the module.
-
-Stages 1 and 2 of ds_config both mean OSS (gradients are ours). What was verified with fairscale 0.4.13 and torch 2.13, and what
-is refused for that reason:
-
-* OSS on CPU over gloo, 1 and 2 ranks, fp32 and bf16: equal to `local` (tests/distributed/test_parity.py). OSS on
-  CUDA was not run.
-* Stage 3 would be fairscale's FullyShardedDataParallel. On CPU its first forward fails, because its streams exist on CUDA
-  only. On any device its state machine insists on its own post-backward hooks, which fire
-  only where a gradient is accumulated; per-example clipping never accumulates one. Refused: use `--engine fsdp`.
-* fairscale's `checkpoint_wrapper` is reentrant: it runs a nested `backward()` and so refuses the norm pass, which asks for
-  the gradient of one tensor. `activation_checkpointing` of ds_config is torch's non-reentrant one, on every engine.
-* Offload: OSS has none.
+Stages 1 and 2 of a ds_config both mean OSS, since gradients are ours; `require_supported` refuses
+stage 3 and offload. fairscale 0.4.13 with torch 2.13 equals `local` on CPU over gloo, on 1 and 2
+ranks, in fp32 and bf16 (tests/distributed/test_parity.py). OSS on CUDA was not run.
 """
 
 from collections.abc import Mapping
@@ -34,7 +23,12 @@ from trainer.optimizers import make_optimizer, parameter_groups, set_rate
 
 
 class FairscaleEngine(LocalEngine):
-    """The master weights of `LocalEngine`, with an optimizer that steps only the parameters that this rank owns."""
+    """An engine with all weights on every rank, and optimizer states of a rank's own parameters.
+
+    A parameter belongs to one rank, which gets the reduced sum, adds the noise and steps; OSS then
+    broadcasts the new values, so that every replica has the owner's bits. With bf16 compute OSS
+    steps fp32 master weights apart from the module.
+    """
 
     replicated = False
 
@@ -45,6 +39,8 @@ class FairscaleEngine(LocalEngine):
         machine: MachineSettings,
         device: torch.device,
     ) -> None:
+        # fairscale's own `checkpoint_wrapper` is reentrant: its nested `backward()` refuses the
+        # norm pass, which asks for the gradient of one tensor.
         checkpoint_blocks(module, machine)
         self.device = device
         self.compute_dtype = machine.compute_dtype
@@ -64,14 +60,17 @@ class FairscaleEngine(LocalEngine):
             "fairscale", self.shapes, optimizer, machine, collectives.world_size()
         )
         names = {id(master): name for name, master in self._masters.items()}
-        for rank, owned_groups in enumerate(self._oss.partition_parameters()):
-            dealt = [names[id(master)] for group in owned_groups for master in group["params"]]
-            require_dealt(
-                self.layout, rank, [Piece(n, 0, self.shapes[n].numel()) for n in dealt], "fairscale"
-            )
+        for rank, groups_of_rank in enumerate(self._oss.partition_parameters()):
+            pieces = []
+            for group in groups_of_rank:
+                for master in group["params"]:
+                    name = names[id(master)]
+                    pieces.append(Piece(name, 0, self.shapes[name].numel()))
+            require_dealt(self.layout, rank, pieces, "fairscale")
         self._optimizer = self._oss.optim
 
     def step(self, shards: list[GradShard], *, lr: float) -> None:
+        """Steps the owned parameters and broadcasts them. Collective."""
         for shard in shards:
             master = self._masters[shard.name]
             master.grad = shard.values.to(master.dtype).view_as(master)
@@ -82,6 +81,7 @@ class FairscaleEngine(LocalEngine):
         self._copy_to_module()
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
+        """Sets the owned parameters and their states, and broadcasts the parameters. Collective."""
         super().load_state(states, num_steps=num_steps)
         for owner, pieces in enumerate(self.layout.pieces):
             for piece in pieces:

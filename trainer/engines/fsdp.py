@@ -1,15 +1,8 @@
-"""torch FSDP2 (`fully_shard`): sharded parameters and optimizer states, optionally in replicated groups (HSDP).
+"""Shards parameters and optimizer states with torch's FSDP2, also in replicas (HSDP).
 
-FSDP gathers and frees weights in its module hooks and does nothing else: the recorder differentiates with respect to a dummy
-root, so no gradient ever reaches a parameter, and its gradient reduction is switched off. The optimizer works on plain tensors
-that share the memory of FSDP's fp32 shards, cut along the first dimension; forward and backward see them in the compute dtype.
-
-HSDP: `zero_optimization.zero_hpz_partition_size` ranks share a copy of the model, and each such group holds all of it (absent:
-one group of all ranks; 1: every rank holds everything). `privacy/ranks/row_shards.py` says who owns what.
-
-From ds_config: stage 3 frees a block's weights between forward and backward. Stages 1 and 2 gather the weights once per logical
-step and keep them (gradients are ours, so the two are one). `offload_param` keeps shards, moments and the optimizer's step on
-the CPU. DeepSpeed's bucket and prefetch sizes have no meaning here and are not read.
+FSDP gathers and frees weights in its module hooks and does nothing else: the recorder
+differentiates with respect to a dummy root, so no gradient ever reaches a parameter. DeepSpeed's
+bucket and prefetch sizes have no meaning here and are not read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +28,7 @@ from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_g
 
 
 class FsdpEngine:
-    """See `privacy.ranks.engine.Engine`."""
+    """An engine that shards with FSDP2; see `privacy.ranks.engine.Engine`."""
 
     replicated = False
 
@@ -47,7 +40,9 @@ class FsdpEngine:
         device: torch.device,
     ) -> None:
         world_size = collectives.world_size()
-        num_ranks = machine.shard_group_size or world_size  # per replica
+        # With HSDP each group of so many ranks holds a replica of the model
+        # (`zero_optimization.zero_hpz_partition_size`); privacy/ranks/row_shards.py deals them out.
+        num_ranks = machine.shard_group_size or world_size
         shape = (world_size // num_ranks, num_ranks)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         checkpoint_blocks(module, machine)
@@ -56,6 +51,8 @@ class FsdpEngine:
         self.compute_dtype = machine.compute_dtype
         self.module = _shard(module, mesh, machine)
         self._sharded = {n: p for n, p in self.module.named_parameters() if n in self.shapes}
+        # Plain tensors that share the memory of FSDP's fp32 shards, cut along the first dimension;
+        # the optimizer steps them, and forward and backward see them in the compute dtype.
         self._locals = {name: nn.Parameter(own_rows(p)[0]) for name, p in self._sharded.items()}
         self._rows = RowShards(self._sharded, device)
         self.layout = self._rows.layout
@@ -66,6 +63,7 @@ class FsdpEngine:
         )
 
     def step(self, shards: list[GradShard], *, lr: float) -> None:
+        """Steps with the noised gradients of this rank's rows. Collective."""
         put_away(self.module)
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
@@ -76,41 +74,50 @@ class FsdpEngine:
                 raise RuntimeError(
                     f"FSDP moved its shard of {name}: the optimizer would step on a copy"
                 )
-        for name, gradient in self._rows.exchange([shard.values for shard in shards]).items():
+        gradients = self._rows.exchange([shard.values for shard in shards])
+        for name, gradient in gradients.items():
             self._locals[name].grad = gradient.view_as(self._locals[name])
         set_rate(self._optimizer.param_groups, lr)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> Iterator[ShardState]:
+        """Yields the owned pieces of weights and moments."""
         for piece in self._owned:
-            local, start = self._locals[piece.name], piece.offset - self._rows.starts[piece.name]
-            stepped = self._optimizer.state.get(local, {})
-            tensors = {
-                "param": local,
-                **{kind: stepped[kind] for kind in moments(self._config) if kind in stepped},
-            }
-            yield ShardState(
-                piece, {k: flat_part(t, start, piece.length) for k, t in tensors.items()}
-            )
+            local = self._locals[piece.name]
+            start = piece.offset - self._rows.starts[piece.name]
+            optimizer_state = self._optimizer.state.get(local, {})
+            tensors = {"param": flat_part(local, start, piece.length)}
+            for kind in moments(self._config):
+                if kind in optimizer_state:
+                    tensors[kind] = flat_part(optimizer_state[kind], start, piece.length)
+            yield ShardState(piece, tensors)
 
     def load_state(self, states: Mapping[Piece, Mapping[str, Tensor]], *, num_steps: int) -> None:
+        """Sets weights and optimizer states of this rank's rows. Collective."""
         put_away(self.module)
         for local in self._locals.values():
             self._optimizer.state[local] = fresh_state(self._config, local, num_steps)
-        for key in ("param", *(moments(self._config) if num_steps > 0 else ())):
-            whole = self._rows.exchange([states[piece][key] for piece in self._owned])
-            for name, values in whole.items():
+        kinds = moments(self._config) if num_steps > 0 else ()
+        for key in ("param", *kinds):
+            rows = self._rows.exchange([states[piece][key] for piece in self._owned])
+            for name, values in rows.items():
                 local = self._locals[name]
                 target = local if key == "param" else self._optimizer.state[local][key]
                 target.detach().view(-1).copy_(values)
 
 
 def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.Module:
-    """Moves each repeated block to the device and shards it, and then what is left, in place."""
+    """Shards each repeated block, and then the rest of the module, in place, on the device.
+
+    Stage 3 frees a block's weights between forward and backward. Stages 1 and 2, which differ in
+    gradients alone, gather the weights once per logical step and keep them. `offload_param` keeps
+    shards, moments and the optimizer's step on the CPU.
+    """
     is_fp32 = all(p.dtype == torch.float32 for p in module.parameters())
     if is_fp32:
-        for buffer in module.buffers():  # FSDP casts parameters only
+        # FSDP casts parameters only.
+        for buffer in module.buffers():
             buffer.data = buffer.to(machine.compute_dtype) if buffer.is_floating_point() else buffer
     policy = MixedPrecisionPolicy(param_dtype=machine.compute_dtype if is_fp32 else None)
     offload = OffloadPolicy()
@@ -126,7 +133,7 @@ def _shard(module: nn.Module, mesh: DeviceMesh, machine: MachineSettings) -> nn.
             mp_policy=policy,
             offload_policy=offload,
         )
-    # What is left (embeddings, head) is needed again as soon as the backward begins.
+    # The backward begins with the rest (embeddings, head), so that it stays gathered.
     root = fully_shard(
         module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
     )

@@ -1,7 +1,8 @@
-"""Which rank owns which coordinates under each engine, from shapes alone.
+"""Deals out coordinates to ranks as each engine does, from shapes alone.
 
-Every engine takes its layout from here, and compares it at its start with what the library underneath has done. So the planner
-can ask the same functions about machines that nobody has started. No engine is imported.
+Every engine takes its layout from here, and at its start compares it with the pieces of the library
+underneath. So the planner can use the same functions for machines that were never started. No
+engine is imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from trainer.config.recipe import EngineName
 from trainer.optimizers import group_names
 
 ZERO_ALIGNMENT = 2
-"""DeepSpeed pads the flat groups of stages 1 and 2 to multiples of this times the number of ranks."""
+"""DeepSpeed pads the flat groups of stages 1 and 2 to multiples of it times the number of ranks."""
 
 
 def layout_of(
@@ -26,44 +27,45 @@ def layout_of(
     machine: MachineSettings,
     world_size: int,
 ) -> ShardLayout:
-    """Deals out the coordinates as the engine does.
+    """Returns the owner of each coordinate under an engine.
 
     Args:
         shapes: full shapes of the trainable parameters, in the model's order.
-        optimizer: it decides about the groups of parameters, which some engines cut one by one.
+        optimizer: decides about the groups of parameters, which some engines cut one by one.
     """
     pieces: list[list[Piece]] = [[] for _ in range(world_size)]
     match engine:
         case "local":
             return even_layout(shapes, world_size)
-        case (
-            "fairscale"
-        ):  # OSS: group by group, each parameter goes to the rank that has least so far
+        case "fairscale":
+            # OSS gives each parameter, group by group, to the rank with the fewest coordinates.
             counts = [0] * world_size
             for names in group_names(shapes, shapes, optimizer).values():
                 for name in names:
                     rank = counts.index(min(counts))
                     pieces[rank].append(Piece(name, 0, shapes[name].numel()))
                     counts[rank] += shapes[name].numel()
-        case "fsdp":  # each parameter is cut along its first dimension; replicas of a shard divide its coordinates
+        case "fsdp":
+            # Each parameter is cut along its first dimension; replicas of a shard divide its
+            # coordinates.
             num_shards = machine.shard_group_size or world_size
             return row_layout(shapes, num_shards, world_size // num_shards)
-        case "deepspeed" if (
-            machine.stage == 3
-        ):  # equal parts of each parameter, padded at the end: rank r owns the r-th
+        case "deepspeed" if machine.stage == 3:
+            # Each parameter is cut into equal parts, padded at the end: rank r owns the r-th.
             for name, shape in shapes.items():
-                part = -(-shape.numel() // world_size)
+                size = -(-shape.numel() // world_size)
                 for rank, owned in enumerate(pieces):
-                    length = min(part, shape.numel() - rank * part)
+                    length = min(size, shape.numel() - rank * size)
                     if length > 0:
-                        owned.append(Piece(name, rank * part, length))
-        case "deepspeed":  # each group is one flat tensor, cut into equal parts; a rank's pieces are in the model's order
+                        owned.append(Piece(name, rank * size, length))
+        case "deepspeed":
+            # Each group is one flat tensor, cut into equal parts; a rank's pieces are in the
+            # model's order.
             for names in group_names(shapes, shapes, optimizer).values():
                 group = [Piece(name, 0, shapes[name].numel()) for name in names]
-                part = flat_partition(sum(piece.length for piece in group), world_size)
-                for owned, run in zip(
-                    pieces, runs(group, [part * r for r in range(world_size + 1)]), strict=True
-                ):
+                size = flat_partition(sum(piece.length for piece in group), world_size)
+                borders = [size * rank for rank in range(world_size + 1)]
+                for owned, run in zip(pieces, runs(group, borders), strict=True):
                     owned += run
             order = {name: number for number, name in enumerate(shapes)}
             pieces = [sorted(owned, key=lambda piece: order[piece.name]) for owned in pieces]
@@ -71,23 +73,24 @@ def layout_of(
 
 
 def require_dealt(layout: ShardLayout, rank: int, dealt: Sequence[Piece], library: str) -> None:
-    """Compares the layout with what the library has given to this rank.
+    """Refuses pieces of the library that differ from the layout of a rank.
 
     Raises:
         RuntimeError: they differ, so that sums would go to a rank that does not own them.
     """
-    for planned, real in zip(layout.owned_by(rank), dealt, strict=False):
-        if planned != real:
+    planned = layout.owned_by(rank)
+    for planned_piece, piece in zip(planned, dealt, strict=False):
+        if planned_piece != piece:
             raise RuntimeError(
-                f"{library} gave {real} to rank {rank}, where {planned} was expected"
+                f"{library} gave {piece} to rank {rank}, where {planned_piece} was expected"
             )
-    if len(dealt) != len(layout.owned_by(rank)):
+    if len(dealt) != len(planned):
         raise RuntimeError(
-            f"{library} gave {len(dealt)} pieces to rank {rank}, where {len(layout.owned_by(rank))} were expected"
+            f"{library} gave {len(dealt)} pieces to rank {rank}, where {len(planned)} were expected"
         )
 
 
 def flat_partition(num_coordinates: int, world_size: int) -> int:
-    """Coordinates of a flat group of ZeRO-1 or 2 on each rank, padding included."""
+    """Returns the coordinates of a flat group of ZeRO-1 or 2 on each rank, padding included."""
     aligned = ZERO_ALIGNMENT * world_size
     return -(-num_coordinates // aligned) * ZERO_ALIGNMENT

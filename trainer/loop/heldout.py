@@ -1,4 +1,4 @@
-"""Held-out loss and samples, by which a run shows its progress without touching training data."""
+"""Evaluates loss and samples on held-out data, which shows progress without training data."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from privacy.ranks import collectives
 from privacy.ranks.engine import Engine, holds_whole_weights, to_device
 from privacy.step.averaging import WeightAverage
 from trainer.tasks.base import Samples, TrainingTask
-from trainer.tasks.blind import LOOKED_AT, BlindBaseline
+from trainer.tasks.blind import SWAPPED_INPUT, BlindBaseline
 
 
 @dataclass(frozen=True)
 class HeldoutResults:
-    """What a model makes of held-out examples.
+    """Holds a model's results on held-out examples.
 
     Attributes:
         means: the loss and, for a classifier, the accuracy.
-        baselines: what to compare them with; see `Heldout.means_and_baselines`.
+        baselines: losses to compare them with; see `Heldout.means_and_baselines`.
         loss_of_average: the loss of the averaged weights, where a run keeps them.
     """
 
@@ -33,9 +33,10 @@ class HeldoutResults:
 
 
 class Heldout:
-    """Evaluates a model on held-out examples. Every method is collective: sharded engines gather weights in it.
+    """Evaluates a model on held-out examples.
 
-    `results` is what a run writes; the other methods are its parts.
+    Every method is collective, since sharded engines gather weights in it. A run writes `results`;
+    the other methods are its parts.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Heldout:
         micro_batch_size: int,
     ) -> None:
         self.table = table
-        self._task, self.loss_name = task, task.loss_name
+        self._task = task
+        self.loss_name = task.loss_name
         self._make_example = task.make_example(train=False)
         self._num_examples = min(num_examples or len(table), len(table))
         self._micro_batch_size = micro_batch_size
@@ -56,50 +58,53 @@ class Heldout:
     def results(
         self, engine: Engine, average: WeightAverage | None, num_samples: int
     ) -> Private[HeldoutResults]:
-        """All that a run says about held-out data; private until somebody declares the data public."""
+        """Returns the results of a run; private until the recipe declares the data public."""
         means, baselines = self.means_and_baselines(engine)
         loss_of_average = None
         if average is not None and holds_whole_weights(engine):
             with average.in_use():
                 loss_of_average = self.loss(engine)
-        return Private(
-            HeldoutResults(means, baselines, loss_of_average, self.samples(engine, num_samples))
-        )
+        samples = self.samples(engine, num_samples)
+        return Private(HeldoutResults(means, baselines, loss_of_average, samples))
 
     def loss(self, engine: Engine) -> float:
-        """Mean over held-out examples of the model's own loss (captions: nats per token, averaged within a caption first)."""
+        """Returns the mean of the model's own loss over held-out examples.
+
+        That of captions is in nats per token, averaged within a caption first.
+        """
         return self._means(engine, None)["loss"]
 
     def means_and_baselines(self, engine: Engine) -> tuple[dict[str, float], dict[str, float]]:
-        """The loss and, for a classifier, the accuracy; and what to compare them with. Means over examples that can be decoded.
+        """Returns loss and, for a classifier, accuracy, and the losses to compare them with.
 
-        blind_loss and the like take no model (`trainer.tasks.blind`); they are counted once. shuffled_loss is the model's own
-        where each of two examples, half of the data set apart, has the input (captions: the picture) of the other: a model that
-        does not look at it loses nothing by that. Every example is decoded once.
+        All are means over examples that can be decoded; every example is decoded once. blind_loss
+        and the like take no model (`trainer.tasks.blind`); they are counted once. shuffled_loss is
+        the model's own where each of two examples, half of the data set apart, has the input
+        (captions: the picture) of the other: a model that ignores this input loses nothing.
         """
         baseline = self._task.blind_baseline() if self._blind is None else None
-        means = self._means(engine, LOOKED_AT.get(self._task.kind), baseline)
+        means = self._means(engine, SWAPPED_INPUT.get(self._task.kind), baseline)
         if baseline is not None:
             self._blind = baseline.values()
+        baselines = dict(self._blind or {})
         shuffled = means.pop("shuffled_loss", math.nan)
-        return means, {
-            **(self._blind or {}),
-            **({} if math.isnan(shuffled) else {"shuffled_loss": shuffled}),
-        }
+        if not math.isnan(shuffled):
+            baselines["shuffled_loss"] = shuffled
+        return means, baselines
 
     @torch.no_grad()
     def _means(
         self, engine: Engine, swapped: str | None, baseline: BlindBaseline | None = None
     ) -> dict[str, float]:
-        """Means over examples; with the name of an input, also of the loss where pairs of examples have exchanged it."""
+        """Returns means over examples, by name.
+
+        Args:
+            swapped: an input that pairs of examples exchange for `shuffled_loss`.
+            baseline: counts the examples on the way.
+        """
         was_training = engine.module.training
         engine.module.eval()
         sums: dict[str, Tensor] = {}  # (sum, count) by name
-
-        def add(name: str, value_B: Tensor, counts_B: Tensor) -> None:
-            part = torch.stack([value_B.double().cpu()[counts_B].sum(), counts_B.sum().double()])
-            sums[name] = sums.get(name, torch.zeros_like(part)) + part
-
         batches = eval_batches(
             self.table,
             self._make_example,
@@ -110,28 +115,34 @@ class Heldout:
             paired=True,
         )
         for batch in batches:
-            known_B = ~batch.is_padding_B
-            for name, value_B in self._task.heldout_values(
-                engine, to_device(batch.inputs, engine)
-            ).items():
-                add(name, value_B, known_B)
+            is_example_B = ~batch.is_padding_B
+            values = self._task.heldout_values(engine, to_device(batch.inputs, engine))
+            scores = [(name, value_B, is_example_B) for name, value_B in values.items()]
             if baseline is not None:
                 baseline.add(batch.inputs, batch.is_padding_B)
             if swapped is not None and self._num_examples > 1:
-                other_B = torch.arange(len(known_B)) ^ 1
-                inputs = {**batch.inputs, swapped: batch.inputs[swapped][other_B]}
-                loss_B = self._task.heldout_values(engine, to_device(inputs, engine))["loss"]
-                add("shuffled_loss", loss_B, known_B & known_B[other_B])
+                partner_B = torch.arange(len(is_example_B)) ^ 1
+                inputs = {**batch.inputs, swapped: batch.inputs[swapped][partner_B]}
+                values = self._task.heldout_values(engine, to_device(inputs, engine))
+                has_both_B = is_example_B & is_example_B[partner_B]
+                scores.append(("shuffled_loss", values["loss"], has_both_B))
+            for name, value_B, counts_B in scores:
+                total = value_B.double().cpu()[counts_B].sum()
+                part = torch.stack([total, counts_B.sum().double()])
+                sums[name] = sums.get(name, torch.zeros_like(part)) + part
         engine.module.train(was_training)
         totals = {name: collectives.all_reduce_sum(part) for name, part in sums.items()}
         return {name: float(total[0] / total[1]) for name, total in totals.items()}
 
     def samples(self, engine: Engine, count: int) -> Samples | None:
-        """The model's work on the first `count` held-out examples, made by all ranks alike; None if none can be decoded."""
+        """Returns the model's work on the first `count` held-out examples, equal on all ranks.
+
+        None if none of them can be decoded.
+        """
         if count == 0:
             return None
-        first = eval_batches(
+        batches = eval_batches(
             self.table, self._make_example, self._micro_batch_size, num_examples=count
         )
-        made = self._task.samples(engine, first)
-        return made if made.picture_HWC.size > 0 else None
+        samples = self._task.samples(engine, batches)
+        return samples if samples.picture_HWC.size > 0 else None

@@ -1,12 +1,9 @@
-"""Requests to stop: a file named STOP in the run folder, SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 to a rank, or `train.max_minutes`.
+"""Stops a run on a file STOP, on SIGTERM, SIGINT or SIGUSR1 to a rank, or `train.max_minutes`.
 
-All of them save at the next step boundary and end with exit 7. After SIGTERM and SIGINT that boundary must come soon, because
-launchers and schedulers kill half a minute later: a step that has not ended within the grace time is given up. Up to its intent
-nothing of it has left its process, so it is dropped, costs nothing, and the state of the step before is saved. After its intent
-the step is abandoned: it stays charged, and the newest checkpoint is what resumes. Before training there is nothing to save: a
-signal ends all ranks at once, with exit 7 too.
-
-A rank whose launcher is gone sends SIGUSR1 to itself (trainer/ranks/discovery.py).
+The run saves at its next step boundary and ends with exit 7. Launchers and schedulers kill half a
+minute after SIGTERM and SIGINT, so a step that outlasts the grace time is given up: before its
+intent it is dropped, since nothing of it has left its process; after it, it stays charged and the
+newest checkpoint resumes. A signal before training ends all ranks at once, with exit 7 too.
 """
 
 import contextlib
@@ -27,16 +24,18 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 HURRIED = frozenset((signal.SIGTERM, signal.SIGINT))
 MARGIN_SECONDS = 4.0
-"""A step that was not dropped between two micro-batches is abandoned so long after the grace time."""
+"""A step that was not dropped between two micro-batches is abandoned this long after the grace."""
 
 
-def heard() -> list[signal.Signals]:
-    """The signals that ask this process to stop; a shell has its background jobs ignore SIGINT, and so it stays."""
-    return [
-        number
-        for number in SIGNALS
-        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
-    ]
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask this process to stop.
+
+    A shell has its background jobs ignore SIGINT; such a process goes on ignoring it.
+    """
+    signals = list(SIGNALS)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signals.remove(signal.SIGINT)
+    return signals
 
 
 def end_on_signals(
@@ -44,7 +43,7 @@ def end_on_signals(
         "stopped on request; no step was running, and the same command resumes", STOPPED_EARLY
     ),
 ) -> None:
-    """From here until training, when `StopRequests` takes over, each of SIGNALS ends all ranks, whatever they wait for.
+    """Ends all ranks on each of SIGNALS, also in a blocking call, until `StopRequests` takes over.
 
     The run folder is then as after a crash, and the same command resumes.
 
@@ -59,18 +58,22 @@ def end_on_signals(
             pass
         end()
 
-    for number in heard():
-        signal.signal(number, lambda number, frame: None)  # the number goes to the socket at once
+    for number in stop_signals():
+        # A signal with a handler arrives, and its number goes to the socket at once.
+        signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     threading.Thread(target=watch, name="stop before training", daemon=True).start()
 
 
 class StopRequests:
-    """Install once per process, in the main thread. The next start removes a file that was obeyed: all ranks must see it.
+    """Collects the requests to stop; make one per process, in its main thread.
+
+    The file STOP stays until the next start removes it, since all ranks must see it. A rank whose
+    launcher is gone sends SIGUSR1 to itself (trainer/ranks/discovery.py).
 
     Args:
-        abandon: ends all ranks although a step is running; called from a thread of its own, because the main one may be
-            blocked in a collective, where Python runs no signal handler.
+        abandon: ends all ranks although a step is running; called from a thread of its own, because
+            the main thread may be blocked in a collective, where Python runs no signal handler.
     """
 
     def __init__(
@@ -90,33 +93,35 @@ class StopRequests:
         self._in_step = False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        # The handlers make the signals arrive; their numbers go to the socket at once, whatever the main thread does.
-        self._before = {
+        # The handlers make the signals arrive; their numbers go to the socket at once, even while
+        # the main thread is blocked.
+        self._former_handlers = {
             number: signal.signal(number, lambda number, frame: self._signalled.set())
-            for number in heard()
+            for number in stop_signals()
         }
-        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        writer = self._writer.fileno()
+        self._former_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop requests", daemon=True).start()
 
     def close(self) -> None:
-        """Gives the signals back."""
-        signal.set_wakeup_fd(self._wakeup_before)
-        for number, handler in self._before.items():
+        """Restores the former handlers of the signals."""
+        signal.set_wakeup_fd(self._former_wakeup)
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
         self._writer.close()
 
     def pending(self) -> bool:
-        """Whether to stop at this step boundary."""
-        late = self._ends_at is not None and time.monotonic() >= self._ends_at
-        return self._signalled.is_set() or late or self._file.exists()
+        """Returns whether the run should stop at this step boundary."""
+        is_late = self._ends_at is not None and time.monotonic() >= self._ends_at
+        return self._signalled.is_set() or is_late or self._file.exists()
 
     def grace_is_over(self) -> bool:
-        """Whether a step that is not charged yet should be dropped."""
+        """Returns whether a step that is not charged yet should be dropped."""
         return self._hurried_at is not None and time.monotonic() - self._hurried_at > self._grace
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Stands around a step: only then is there something to abandon."""
+        """Surrounds a step: only a running step can be abandoned."""
         self._in_step = True
         try:
             yield
@@ -124,7 +129,9 @@ class StopRequests:
             self._in_step = False
 
     def droppable(self, micro_batches: Iterator[T]) -> Iterator[T]:
-        """Yields them, but drops the step between two of them when the grace time is over. Only before the step's intent.
+        """Yields the micro-batches, or drops the step between two of them after the grace time.
+
+        Use it only before the step's intent.
 
         Raises:
             StepDropped: on all ranks, here or at the agreement before the intent.
@@ -135,13 +142,7 @@ class StopRequests:
             yield micro_batch
 
     def _watch(self) -> None:
-        """Notes signals as they arrive and keeps the time."""
-
-        def end_of_grace() -> None:
-            time.sleep(self._grace + MARGIN_SECONDS)
-            if self._in_step:
-                self._abandon()
-
+        """Notes signals as they arrive, and starts the grace time."""
         while True:
             try:
                 numbers = self._reader.recv(64)
@@ -153,4 +154,10 @@ class StopRequests:
                 self._signalled.set()
             if HURRIED.intersection(numbers) and self._hurried_at is None:
                 self._hurried_at = time.monotonic()
-                threading.Thread(target=end_of_grace, name="grace", daemon=True).start()
+                threading.Thread(target=self._end_grace, name="grace", daemon=True).start()
+
+    def _end_grace(self) -> None:
+        """Abandons a step that outlasts the grace time."""
+        time.sleep(self._grace + MARGIN_SECONDS)
+        if self._in_step:
+            self._abandon()

@@ -1,8 +1,7 @@
-"""What a recipe would take on a machine that nobody has to own yet: memory, micro-batch, time, traffic, reads.
+"""Plans memory, micro-batch, time, traffic and reads of a recipe on a machine that need not exist.
 
-`launch_scripts/plan.py --recipe R --ds_config D --world_size W [--gpu NAME]` and dry runs print it; no training imports it.
-Nothing is materialised: the model lives on the meta device, where the trainer's own clipping runs on shapes alone (`probe.py`),
-and the engines say what each rank would own (`trainer/engines/layouts.py`). Everything that is assumed rather than computed is
-named in the result.
-docs/planning.md compares it with measurements and with published figures.
+`launch_scripts/plan.py --recipe R --ds_config D --world_size W [--gpu NAME]` and dry runs print the
+plan. Nothing is materialised: the trainer's own clipping runs on the shapes of a meta model
+(`probe.py`), and the engines say what each rank owns (`trainer/engines/layouts.py`). The plan names
+its assumptions. docs/planning.md compares it with measurements and with published figures.
 """

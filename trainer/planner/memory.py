@@ -1,8 +1,8 @@
-"""Bytes that one rank holds, by what they are for, and the largest micro-batch for which memory remains.
+"""Counts the bytes of one rank by purpose, and finds the largest micro-batch that fits.
 
-Two moments decide. While a micro-batch runs, its activations come on top of everything that stays. At the end of a logical
-batch the activations are gone, and the reduction, the noise and the optimizer need room. The peak is the larger of the two.
-Who owns which coordinate is the engines' own answer (trainer/engines/layouts.py).
+The peak is the larger of two moments. While a micro-batch runs, its activations come on top of the
+lasting bytes. At the end of a logical batch the activations are gone, and the reduction, the noise
+and the optimizer need memory. trainer/engines/layouts.py says which rank owns which coordinates.
 """
 
 import bisect
@@ -24,20 +24,21 @@ from trainer.engines.layouts import flat_partition, layout_of
 from trainer.memory import USABLE
 from trainer.optimizers import group_names, moments
 
-FP32, FP64 = 4, 8
+FP32 = 4
+FP64 = 8
 PERSISTENT = 100_000
 """DeepSpeed's default of stage3_param_persistence_threshold: smaller parameters stay gathered."""
 LIVE = 1_000_000_000
-"""DeepSpeed's default of stage3_max_live_parameters: gathered parameters are given up above this number only."""
+"""DeepSpeed's default of stage3_max_live_parameters: only above it parameters are given up."""
 
 
 def trained_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Full shapes of the trainable parameters of an unsharded model, on any device, in its order."""
+    """Returns the full shapes of an unsharded model's trainable parameters, in its order."""
     return {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
 
 
 def trained_count(model: nn.Module) -> int:
-    """P: trainable coordinates."""
+    """Returns P, the number of trainable coordinates."""
     return sum(shape.numel() for shape in trained_shapes(model).values())
 
 
@@ -46,18 +47,20 @@ class RankMemory:
     """Bytes on the device of the busiest rank, but for `host` and `owned`.
 
     Attributes:
-        owned: coordinates whose sums it reduces and noises.
-        weights: in the compute dtype, kept between uses; buffers included. Without them the master weights are that copy.
+        owned: coordinates whose sums the rank reduces and noises.
+        weights: in the compute dtype, kept between uses; buffers included. Without them the master
+            weights are that copy.
         masters: fp32 master weights.
-        gradient_buffer: what the engine keeps for gradients.
+        gradient_buffer: the engine's memory for gradients.
         moments: optimizer states.
         average: the moving average of the weights.
         sums: clipped gradients: whole sums, or this rank's part of them (sharded accumulation).
-        bucket: what sharded accumulation takes during a micro-batch.
+        bucket: memory of sharded accumulation during a micro-batch.
         gathered: further weights that exist while a micro-batch runs.
         activations: highest point of a micro-batch, inputs included; the caller fills it in.
-        step: what reduction, noise and optimizer need at the end of a logical batch beyond what stays; sums go meanwhile.
-        host: main memory for what is offloaded.
+        step: memory of reduction, noise and optimizer at the end of a logical batch, beyond the
+            lasting bytes; sums are freed meanwhile.
+        host: main memory for offloaded weights and states.
     """
 
     owned: int
@@ -74,29 +77,32 @@ class RankMemory:
     activations: int = 0
 
     @property
-    def lasting(self) -> int:
-        """What is there all the time."""
+    def lasting_bytes(self) -> int:
+        """Returns the bytes that last from step to step."""
         states = self.masters + self.gradient_buffer + self.moments + self.average
         return self.weights + states + self.sums
 
     @property
-    def on_top(self) -> int:
-        """What is allocated after the first micro-batch has begun, but for its activations."""
+    def later_bytes(self) -> int:
+        """Returns the bytes that come after the first micro-batch has begun, but no activations."""
         return self.moments + self.gathered + self.bucket
 
     @property
     def peak(self) -> int:
-        return self.lasting + max(self.bucket + self.gathered + self.activations, self.step)
+        """Returns the highest number of bytes at any moment."""
+        micro_batch = self.bucket + self.gathered + self.activations
+        return self.lasting_bytes + max(micro_batch, self.step)
 
     def room(self, total: int) -> int:
-        """What activations may take of the device's `total`.
+        """Returns the bytes of the device's `total` that activations may take.
 
-        Of the memory that is free when the first micro-batch starts, all that comes on top, activations and what is allocated
-        later, may take the share `USABLE`. The rest is for scratch memory inside of operations, the device's context,
-        communication buffers and fragmentation.
+        Of the memory that is free when the first micro-batch starts, activations and later
+        allocations may take the share `USABLE`. The rest is for scratch memory inside of
+        operations, the device's context, communication buffers and fragmentation.
         """
-        there = self.lasting - self.moments  # which are made at the end of the first step
-        return int(USABLE * (total - there)) - self.on_top
+        # The moments are made at the end of the first step.
+        allocated = self.lasting_bytes - self.moments
+        return int(USABLE * (total - allocated)) - self.later_bytes
 
 
 def rank_memory(
@@ -111,16 +117,19 @@ def rank_memory(
     average: bool = False,
     on_cpu: bool = False,
 ) -> RankMemory:
-    """Everything but the activations, on the rank that has the most.
+    """Returns the bytes of the busiest rank, without activations.
 
     Args:
-        model: whole, on any device.
+        model: unsharded, on any device.
         grid: of the clipper.
-        on_cpu: ranks reduce over gloo, by an exchange into a second buffer (`privacy.ranks.collectives.reduce_scatter_sum`).
+        on_cpu: ranks reduce over gloo, by an exchange into a second buffer
+            (`privacy.ranks.collectives.reduce_scatter_sum`).
     """
-    shapes, whole = trained_shapes(model), sum(p.numel() for p in model.parameters())
+    shapes = trained_shapes(model)
     sizes = [shape.numel() for shape in shapes.values()]
-    total, frozen = sum(sizes), whole - sum(sizes)
+    trained = sum(sizes)
+    all_weights = sum(p.numel() for p in model.parameters())
+    frozen = all_weights - trained
     buffers = sum(b.numel() for b in model.buffers() if b.is_floating_point())
     layout = layout_of(engine, shapes, optimizer, machine, world_size)
     owned = max(layout.count(rank) for rank in range(world_size))
@@ -128,42 +137,54 @@ def rank_memory(
     def coordinates(groups: Iterable[Sequence[str]]) -> list[int]:
         return [sum(shapes[name].numel() for name in names) for names in groups]
 
-    # Coordinates: whose optimizer states it holds, padding included; the copy in the compute dtype; fp32 masters; gathered.
+    # Coordinates, padding included: `stepped` have optimizer states here, `weights` a copy in the
+    # compute dtype, `masters` an fp32 master weight; `gathered` exist during a micro-batch.
     match engine:
         case "local":
-            stepped, weights, masters, gathered = total, whole, total, 0
-        case "fairscale":  # OSS steps fp32 parameters in place, and master weights otherwise
-            masters = total if machine.compute_dtype != torch.float32 else 0
-            stepped, weights, gathered = owned, whole, 0
-        case "fsdp":  # the replicas of a shard own it together, and each steps all of it
-            ranks = machine.shard_group_size or world_size
-            stepped = sum(layout.count(rank) for rank in range(0, world_size, ranks))
-            weights, masters = 0, stepped + -(-frozen // ranks)
+            stepped = trained
+            weights = all_weights
+            masters = trained
+            gathered = 0
+        case "fairscale":
+            # OSS steps fp32 parameters in place, and master weights otherwise.
+            stepped = owned
+            weights = all_weights
+            masters = trained if machine.compute_dtype != torch.float32 else 0
+            gathered = 0
+        case "fsdp":
+            # The replicas of a shard own it together, and each steps all of it.
+            group_size = machine.shard_group_size or world_size
+            stepped = sum(layout.count(rank) for rank in range(0, world_size, group_size))
+            weights = 0
+            masters = stepped + -(-frozen // group_size)
             blocks = [sum(p.numel() for p in unit.parameters()) for unit in repeated_blocks(model)]
             # At stage 3 one block computes while another one is fetched ahead.
-            gathered = (
-                whole
-                - sum(blocks)
-                + (2 * max(blocks, default=0) if machine.stage == 3 else sum(blocks))
-            )
-        case "deepspeed" if (
-            machine.stage == 3
-        ):  # small parameters stay gathered, and large ones are given up late
+            gathered_blocks = 2 * max(blocks, default=0) if machine.stage == 3 else sum(blocks)
+            gathered = all_weights - sum(blocks) + gathered_blocks
+        case "deepspeed" if machine.stage == 3:
+            # Small parameters stay gathered, and large ones are given up late.
             zero = machine.raw["zero_optimization"]
             persistent = zero.get("stage3_param_persistence_threshold", PERSISTENT)
             live = zero.get("stage3_max_live_parameters", LIVE)
-            gathered = min(total, live + sum(size for size in sizes if size <= persistent))
-            stepped, weights, masters = owned, owned + -(-frozen // world_size), owned
+            stepped = owned
+            weights = owned + -(-frozen // world_size)
+            masters = owned
+            gathered = min(trained, live + sum(size for size in sizes if size <= persistent))
         case "deepspeed":
             groups = coordinates(group_names(shapes, shapes, optimizer).values())
-            stepped = masters = sum(flat_partition(size, world_size) for size in groups)
-            weights, gathered = whole, 0
-    compute = machine.compute_dtype.itemsize
+            stepped = sum(flat_partition(size, world_size) for size in groups)
+            weights = all_weights
+            masters = stepped
+            gathered = 0
+    itemsize = machine.compute_dtype.itemsize
     if accumulation == "local":
-        sums, bucket = sum(num_bytes(size, grid.layout_of(size)) for size in sizes), 0
-    else:  # a bucket, and this rank's part of what it is reduced to
+        sums = sum(num_bytes(size, grid.layout_of(size)) for size in sizes)
+        bucket = 0
+    else:
+        # A bucket, and this rank's part of its reduced sums.
         parts = [-(-size // world_size) for size in coordinates(bucket_names(shapes))]
-        sums, bucket = FP64 * sum(parts), max(part * (world_size + 1) * FP64 for part in parts)
+        sums = FP64 * sum(parts)
+        bucket = max(part * (world_size + 1) * FP64 for part in parts)
     keeps_gradients = engine == "deepspeed" and (machine.stage == 3 or machine.offload_optimizer)
     states = {
         "masters": FP32 * masters,
@@ -171,44 +192,41 @@ def rank_memory(
         "moments": FP32 * len(moments(optimizer)) * stepped,
         "average": FP32 * owned if average else 0,
     }
-    kept = compute * weights
-    # At the end of a logical batch: the reduction with its packing buffer, which frees sums as it makes the gradient; then, with
-    # the gradient alone, a draw of noise, or the optimizer with an fp32 gradient and as much scratch memory.
+    weight_bytes = itemsize * weights
+    # At the end of a logical batch: the reduction with its packing buffer, which frees sums as it
+    # makes the gradient; then, with the gradient alone, a draw of noise, or the optimizer with an
+    # fp32 gradient and as much scratch memory.
     copies = 2 if on_cpu and world_size > 1 else 1
-    packed = (
-        FP64 * copies * min(PACKED_COORDINATES, world_size * owned)
-        if accumulation == "local"
-        else 0
-    )
-    # The draw, and its copy or what a thread works on; then chunks become fp64 where they lie.
-    noised = (
-        2
-        * FP64
-        * min(MOST_DRAWN, max(piece.length for pieces in layout.pieces for piece in pieces))
-    )
+    packing = 0
+    if accumulation == "local":
+        packing = FP64 * copies * min(PACKED_COORDINATES, world_size * owned)
+    # The draw, and its copy or a thread's part; then chunks become fp64 in place.
+    longest = max(piece.length for pieces in layout.pieces for piece in pieces)
+    noise = 2 * FP64 * min(MOST_DRAWN, longest)
     stepping = FP64 * owned + FP32 * (3 if engine == "deepspeed" else 2) * stepped
-    if engine == "local":  # whole gradients come in chunks, and what was sent is freed meanwhile
+    if engine == "local":
+        # Full gradients come in chunks, and the chunks that were sent are freed meanwhile.
         chunk = min(owned, PACKED_COORDINATES // max(world_size, 4))
-        stepping = max(
-            max(FP64 * owned, FP32 * total) + FP32 * (world_size + 1) * chunk, 2 * FP32 * total
-        )
+        gathering = max(FP64 * owned, FP32 * trained) + FP32 * (world_size + 1) * chunk
+        stepping = max(gathering, 2 * FP32 * trained)
     on_host = 0
     if machine.offload_optimizer or (engine == "fsdp" and machine.offload_param):
         on_host += sum(states.values())
         states = dict.fromkeys(states, 0)
     if machine.offload_param:
-        on_host += kept
-        kept = 0
+        on_host += weight_bytes
+        weight_bytes = 0
     if on_host > 0 and engine != "local":
         stepping = FP64 * owned
+    reduction = max(sums, FP64 * owned) + packing
     return RankMemory(
         owned=owned,
-        weights=kept + compute * buffers,
+        weights=weight_bytes + itemsize * buffers,
         **states,
         sums=sums,
         bucket=copies * bucket,
-        gathered=compute * gathered,
-        step=max(max(sums, FP64 * owned) + packed, FP64 * owned + noised, stepping) - sums,
+        gathered=itemsize * gathered,
+        step=max(reduction, FP64 * owned + noise, stepping) - sums,
         host=on_host,
     )
 
@@ -216,11 +234,14 @@ def rank_memory(
 def largest_that_fits(
     peak: Callable[[int], int], available: int, *, limit: int = EXAMPLES_PER_PART
 ) -> int:
-    """The largest micro-batch with peak(size) <= available: a multiple of 8 from 8 on; 0 if not even one example fits.
+    """Returns the largest micro-batch with peak(size) <= available, or 0 if no example fits.
+
+    From 8 on it is a multiple of 8.
 
     Args:
-        peak: grows with the size. It is asked eight times, since heads that work by chunks bend the line.
-        limit: larger ones are not looked for: clipping would go through them in parts.
+        peak: grows with the size. It is called eight times: a head that works by chunks makes it
+            nonlinear, so it is not interpolated.
+        limit: the largest size tried: clipping would take a larger micro-batch in parts.
     """
     sizes: list[int] = [0, *range(1, 8), *range(8, limit + 1, 8)]
     too_large = bisect.bisect_right(sizes, available, lo=1, key=peak)

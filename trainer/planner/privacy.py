@@ -1,4 +1,4 @@
-"""What a privacy plan means, in numbers: epsilon by every accountant, groups, and attacks."""
+"""Computes the numbers of a privacy plan: epsilon by every accountant, groups, and attacks."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from privacy.accounting import accountants as accounting
 from privacy.accounting.group_privacy import epsilon_of_several
 from privacy.plan.numbers import PrivacyPlan
 
-# Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), 25 times faster.
+# Group epsilons are guidance and no claim; a coarse grid is still an upper bound (0.1 % here), and
+# 25 times faster.
 _GROUP_INTERVAL = 5e-3
 
 
@@ -19,28 +20,31 @@ def summarise(
     extras: bool = True,
     max_examples_per_owner: int | None = None,
 ) -> dict[str, Any]:
-    """All numbers of the plan. An epsilon that does not exist (no noise, delta too small for PLD) is None.
+    """Returns all numbers of the plan.
+
+    An epsilon that does not exist (no noise, delta too small for PLD) is None.
 
     Args:
         warn: called with one line about a cross-check that cannot be done.
-        extras: also what the guarantee means to other neighbours and to an attacker (slower).
+        extras: adds the guarantee for other neighbours and against an attacker (slower).
         max_examples_per_owner: adds the epsilon of an owner of this many examples.
     """
-    own = (
-        *(
-            "num_examples",
-            "expected_batch_size",
-            "num_steps",
-            "reserved_attempts",
-            "cap",
-            "sample_rate",
-            "noise_multiplier",
-        ),
-        *("arithmetic", "target_epsilon", "formal_guarantee"),
-    )
-    result: dict[str, Any] = {name: getattr(plan, name) for name in own} | {
+    option_rows = []
+    for option in plan.options.values():
+        option_rows += [list(row) for row in option.rows(plan)]
+    result: dict[str, Any] = {
+        "num_examples": plan.num_examples,
+        "expected_batch_size": plan.expected_batch_size,
+        "num_steps": plan.num_steps,
+        "reserved_attempts": plan.reserved_attempts,
+        "cap": plan.cap,
+        "sample_rate": plan.sample_rate,
+        "noise_multiplier": plan.noise_multiplier,
+        "arithmetic": plan.arithmetic,
+        "target_epsilon": plan.target_epsilon,
+        "formal_guarantee": plan.formal_guarantee,
         "delta": plan.target_delta,
-        "options": [list(row) for option in plan.options.values() for row in option.rows(plan)],
+        "options": option_rows,
         "lattice_exponent": None if plan.lattice is None else plan.lattice.exponent,
         "reasons": list(plan.reasons),
         "warnings": list(plan.warnings),
@@ -48,36 +52,35 @@ def summarise(
         "epochs": plan.num_steps * plan.sample_rate,
         "examples_processed": plan.num_steps * plan.expected_batch_size,
     }
-    names = (
-        "epsilon_pld",
-        "epsilon_rdp",
-        "epsilon_prv_lower",
-        "epsilon_prv",
-        "epsilon_prv_upper",
-        "replace_one",
-    )
-    epsilons: dict[str, float | None] = dict.fromkeys(
-        (*names, "epsilon_with_reserve", "group_2", "group_5", "tan")
-    )
-    groups, delta = [plan.release_group(plan.num_steps)], plan.accounted_delta
+    epsilons: dict[str, float | None] = {
+        "epsilon_pld": None,
+        "epsilon_rdp": None,
+        "epsilon_prv_lower": None,
+        "epsilon_prv": None,
+        "epsilon_prv_upper": None,
+        "replace_one": None,
+        "epsilon_with_reserve": None,
+        "group_2": None,
+        "group_5": None,
+        "tan": None,
+    }
+    groups = [plan.release_group(plan.num_steps)]
+    delta = plan.accounted_delta
     has_pld = plan.formal_guarantee and delta >= accounting.PLD_SMALLEST_DELTA
     if plan.formal_guarantee:
-        epsilons |= {
-            "epsilon_rdp": accounting.epsilon_rdp(groups, delta),
-            "tan": accounting.tan(groups),
-        }
+        epsilons["epsilon_rdp"] = accounting.epsilon_rdp(groups, delta)
+        epsilons["tan"] = accounting.tan(groups)
         epsilons["epsilon_with_reserve"] = plan.epsilon_with_reserve
     if has_pld:
         epsilons["epsilon_pld"] = plan.epsilon_planned
         try:
             lower, estimate, upper = accounting.epsilon_prv(groups, delta)
-            epsilons |= {
-                "epsilon_prv_lower": lower,
-                "epsilon_prv": estimate,
-                "epsilon_prv_upper": upper,
-            }
         except accounting.CrossCheckUnavailable as error:
             warn(str(error))
+        else:
+            epsilons["epsilon_prv_lower"] = lower
+            epsilons["epsilon_prv"] = estimate
+            epsilons["epsilon_prv_upper"] = upper
     if has_pld and extras:
         epsilons["replace_one"] = accounting.epsilon_replace_one(
             groups, delta, accounting.COARSE_INTERVAL
@@ -85,20 +88,20 @@ def summarise(
         for count in (2, 5):
             epsilons[f"group_{count}"] = epsilon_of_several(plan, groups, count, _GROUP_INTERVAL)
     if max_examples_per_owner is not None:
-        result["max_examples_per_owner"], epsilons["epsilon_owner"] = max_examples_per_owner, None
+        result["max_examples_per_owner"] = max_examples_per_owner
+        epsilons["epsilon_owner"] = None
         if has_pld:
             epsilons["epsilon_owner"] = epsilon_of_several(
                 plan, groups, max_examples_per_owner, _GROUP_INTERVAL
             )
-    result |= {
-        name: value if value is None or value < math.inf else None
-        for name, value in epsilons.items()
-    }
+    for name, epsilon in epsilons.items():
+        is_finite = epsilon is None or epsilon < math.inf
+        result[name] = epsilon if is_finite else None
     if extras:
         result["attack_risk"] = None
         if has_pld and result["epsilon_pld"] is not None:
-            whole = accounting.loss_distribution(
+            losses = accounting.loss_distribution(
                 [groups[0].without_cap()], accounting.COARSE_INTERVAL
             )
-            result["attack_risk"] = accounting.risk_of(whole)
+            result["attack_risk"] = accounting.risk_of(losses)
     return result

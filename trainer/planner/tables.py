@@ -1,4 +1,4 @@
-"""The plan as tables for the console."""
+"""Draws a plan as tables for the console."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,15 @@ from privacy.plan.numbers import PrivacyPlan
 
 
 class _Table(Table):
-    """A table that shows cells as they are, since a recipe's own words are among them."""
+    """A table that reads no markup in its cells, since a recipe's own words are among them."""
 
-    def add_row(self, *cells: Any, **how: Any) -> None:
-        super().add_row(*(Text(printable(cell)) for cell in cells), **how)
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Adds a row of plain text."""
+        super().add_row(*(Text(printable(cell)) for cell in cells), **options)
 
 
 def _empty_table(title: str) -> Table:
-    """Columns for a label, its value and a note."""
+    """Returns a table with columns for a label, its value and a note."""
     table = _Table(title=title or None, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -28,7 +29,10 @@ def _empty_table(title: str) -> Table:
 
 
 def size_table(plan: PrivacyPlan) -> Table:
-    """What is known before any epsilon is computed, which takes seconds. The cap follows epsilon, so it comes later."""
+    """Returns a table of sizes, which are known before epsilon is computed for seconds.
+
+    The cap depends on epsilon, so it comes later.
+    """
     table = _empty_table("Privacy plan")
     row = table.add_row
     row("examples", f"{plan.num_examples:,}", "one example is the unit of privacy")
@@ -39,7 +43,7 @@ def size_table(plan: PrivacyPlan) -> Table:
 
 
 def privacy_table(result: dict[str, Any]) -> Table:
-    """What the plan claims, and what it does not."""
+    """Returns a table of the plan's claim and of further epsilons."""
 
     def text(name: str, rounded: Callable[[float], str] = rounded_up) -> str:
         return "none" if result[name] is None else rounded(result[name])
@@ -54,8 +58,8 @@ def privacy_table(result: dict[str, Any]) -> Table:
             f"{result['cap']:,}",
             "larger batches are cut down to it; the claim pays for that",
         )
-    for what, value in result["options"]:
-        row(what, "", value)
+    for option, setting in result["options"]:
+        row(option, "", setting)
     table.add_section()
     row("epsilon (PLD)", text("epsilon_pld"), "the claim; zero-out adjacency")
     reserve = f"with {result['reserved_attempts']} reserved"
@@ -68,77 +72,73 @@ def privacy_table(result: dict[str, Any]) -> Table:
     row("epsilon (RDP)", text("epsilon_rdp"), "upper bound, without the cap")
     table.add_section()
     neighbours = (
-        "one example exchanged for another",
-        "two copies or two examples of one person, without the cap",
-        "",
+        ("replace_one", "replace-one", "one example exchanged for another"),
+        ("group_2", "group of 2", "two copies or two examples of one person, without the cap"),
+        ("group_5", "group of 5", ""),
     )
-    for name, note in zip(("replace_one", "group_2", "group_5"), neighbours, strict=True):
-        if "attack_risk" in result:  # one of the extras, as these are
-            note = note if result[name] is not None else "no finite epsilon at this delta"
-            row(name.replace("_", "-" if name == "replace_one" else " of "), text(name), note)
+    # `summarise` computes these epsilons with its extras alone, and the risk of attacks too.
+    if "attack_risk" in result:
+        for name, label, note in neighbours:
+            if result[name] is None:
+                note = "no finite epsilon at this delta"
+            row(label, text(name), note)
     if "epsilon_owner" in result:
-        note = f"all of at most {result['max_examples_per_owner']} examples of one owner, without the cap"
+        limit = result["max_examples_per_owner"]
+        note = f"all of at most {limit} examples of one owner, without the cap"
         row("owner", text("epsilon_owner"), note)
     note = "TAN = sigma / (q sqrt(T / 2)); equal TAN is equal epsilon while sigma is above about 2"
     row("total amount of noise", text("tan", rounded_down), note)
     if result.get("noise_to_signal") is not None:
         _add_signal(table, result["noise_to_signal"])
     if result.get("choice") is not None:
-        chosen = result["choice"]
+        choice = result["choice"]
         table.add_section()
-        row(
-            "chosen batch",
-            f"{chosen['expected_batch_size']:,}",
-            f"privacy.expected_batch_size; {chosen['reason']}",
-        )
-        row(
-            "chosen steps",
-            f"{chosen['num_steps']:,}",
-            "train.num_steps; the learning rate has to follow",
-        )
-        note = f"for epsilon {rounded_up(chosen['epsilon_with_reserve'])} with the reserve"
-        row("its noise multiplier", f"{chosen['noise_multiplier']:.4f}", note)
-        _add_signal(table, chosen["noise_to_signal"])
+        note = f"privacy.expected_batch_size; {choice['reason']}"
+        row("chosen batch", f"{choice['expected_batch_size']:,}", note)
+        note = "train.num_steps; the learning rate has to follow"
+        row("chosen steps", f"{choice['num_steps']:,}", note)
+        note = f"for epsilon {rounded_up(choice['epsilon_with_reserve'])} with the reserve"
+        row("its noise multiplier", f"{choice['noise_multiplier']:.4f}", note)
+        _add_signal(table, choice["noise_to_signal"])
     if result.get("attack_risk") is not None:
+        risk = result["attack_risk"]
         table.add_section()
-        row(
-            "attack advantage",
-            f"{result['attack_risk']['advantage']:.3f}",
-            "most that true exceed false positives",
-        )
-        for rate, bound in result["attack_risk"]["true_positive_rates"]:
+        note = "most that true exceed false positives"
+        row("attack advantage", f"{risk['advantage']:.3f}", note)
+        for rate, bound in risk["true_positive_rates"]:
             row(f"true positives at {rate:g}", f"{bound:.2%}", "bound for any membership attack")
     return table
 
 
 def _add_signal(table: Table, signal: dict[str, Any]) -> None:
-    """Noise against signal; see `trainer.noise_to_signal`."""
+    """Adds rows of noise against signal; see `trainer.noise_to_signal`."""
     table.add_section()
     note = f"sigma sqrt(P) / B per step, P = {signal['parameters']:,}"
     table.add_row("noise-to-signal", f"{signal['per_step']:.2g}", note)
-    table.add_row(
-        "accumulated", f"{signal['accumulated']:.2g}", f"over all steps: {signal['sentence']}"
-    )
+    note = f"over all steps: {signal['sentence']}"
+    table.add_row("accumulated", f"{signal['accumulated']:.2g}", note)
 
 
 def resource_table(plan: dict[str, Any]) -> Table:
-    """What `plan.py --json` has under `resources`, row by row; see `trainer.planner.resources`."""
-    where = f", {plan['gpu']}" if plan["gpu"] else ""
+    """Returns the entry `resources` of `plan.py --json` as a table.
+
+    See `trainer.planner.resources`.
+    """
+    gpu = f", {plan['gpu']}" if plan["gpu"] else ""
     sharding = f"ZeRO-{plan['zero_stage']}" if plan["engine"] == "deepspeed" else plan["engine"]
     table = _empty_table(
-        f"Memory and time: {plan['world_size']} ranks, {sharding}, {plan['dtype']}{where}"
+        f"Memory and time: {plan['world_size']} ranks, {sharding}, {plan['dtype']}{gpu}"
     )
     frozen = f"and {plan['frozen_parameters']:,} frozen" if plan["frozen_parameters"] else ""
     table.add_row("trainable parameters", f"{plan['parameters']:,}", frozen)
     table.add_row("clipping mode", plan["clipping_mode"], f"{plan['accumulation']} accumulation")
     for section in ("memory", "time", "allocation", "batch", "compute", "reading", "assumptions"):
         table.add_section()
-        for key, value in plan.get(section, {}).items():
-            if value is not None and (value or key == "fits"):
+        for key, quantity in plan.get(section, {}).items():
+            if quantity is not None and (quantity or key == "fits"):
                 is_size = "bytes" in key or (section == "memory" and key != "largest_micro_batch")
-                table.add_row(
-                    key.replace("_", " "), _shown(key, value, is_size), _NOTES.get(key, "")
-                )
+                text = _shown(key, quantity, is_size)
+                table.add_row(key.replace("_", " "), text, _NOTES.get(key, ""))
     for note in plan["notes"]:
         table.add_row("note", "", note)
     return table
@@ -178,16 +178,22 @@ _NOTES = {
 }
 
 
-def _shown(key: str, value: Any, is_size: bool) -> str:
-    """Sizes in binary units, as the trainer prints them; seconds as such; other numbers with commas or four digits."""
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
-    if not is_size or isinstance(value, str):
-        number = f"{value:,}" if isinstance(value, int) and value < 10**12 else value
-        unit = " s" if "seconds" in key else ""
-        return f"{number:,.4g}{unit}" if isinstance(number, float | int) else number
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
+def _shown(key: str, quantity: Any, is_size: bool) -> str:
+    """Returns the text of a quantity.
+
+    Sizes have binary units, as the trainer prints them, and seconds their unit; other numbers have
+    commas or four digits.
+    """
+    if isinstance(quantity, bool):
+        return "yes" if quantity else "NO"
+    if isinstance(quantity, str):
+        return quantity
+    if is_size:
+        for unit in ("B", "KiB", "MiB", "GiB"):
+            if abs(quantity) < 1024:
+                return f"{quantity:.4g} {unit}"
+            quantity /= 1024
+        return f"{quantity:.4g} TiB"
+    if isinstance(quantity, int) and quantity < 10**12:
+        return f"{quantity:,}"
+    return f"{quantity:,.4g}{' s' if 'seconds' in key else ''}"

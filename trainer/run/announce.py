@@ -1,4 +1,4 @@
-"""What the trainer prints before its first step and after its last."""
+"""Prints the lines of the trainer before the first step of a run and after its last."""
 
 import shlex
 from pathlib import Path
@@ -16,53 +16,66 @@ from trainer.weights.provenance import initialisation_statement
 def announce(
     training: Training, engine_name: str, machine: MachineSettings, choice: ModeChoice | None
 ) -> None:
-    """Prints what will be trained, from what, and what it claims; on the main rank, before the first step."""
-    run, plan, config = training.run, training.run.plan, training.config
-    count = sum(shape.numel() for shape in run.engine.shapes.values())
+    """Prints model, batch, noise, initial weights and planned epsilon of a run.
+
+    Only the main rank calls it, before the first step.
+    """
+    run = training.run
+    plan = run.plan
+    config = training.config
+    num_parameters = sum(shape.numel() for shape in run.engine.shapes.values())
+    parameters = f"{num_parameters:,}"
+    if num_parameters >= 1e6:
+        parameters = f"{num_parameters / 1e6:.1f}M"
     sharding = f"ZeRO-{machine.stage}" if engine_name == "deepspeed" else engine_name
     lines = [
-        f"{config.name}: {f'{count / 1e6:.1f}M' if count >= 1e6 else f'{count:,}'} trained parameters, {sharding}",
-        f"logical batch {plan.expected_batch_size} of {plan.num_examples} (q {plan.sample_rate:.4g}), C {plan.max_grad_norm:g}, "
-        f"sigma {plan.noise_multiplier:.4f}, {plan.num_steps} steps ({plan.reserved_attempts} in reserve)",
+        f"{config.name}: {parameters} trained parameters, {sharding}",
+        f"logical batch {plan.expected_batch_size} of {plan.num_examples} "
+        f"(q {plan.sample_rate:.4g}), C {plan.max_grad_norm:g}, "
+        f"sigma {plan.noise_multiplier:.4f}, "
+        f"{plan.num_steps} steps ({plan.reserved_attempts} in reserve)",
     ]
-    signal = NoiseToSignal.of(plan, count, config.model.kind)
+    signal = NoiseToSignal.of(plan, num_parameters, config.model.kind)
     if signal is not None:
         lines.append(signal.line)
     if plan.lattice is not None:
         lines.append(
-            f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example adds at most C; made-up "
-            "examples gave the same whole numbers in every row, among all neighbours that were tried and on every rank"
+            f"certified arithmetic: sums are multiples of 2^{-plan.lattice.exponent}, one example "
+            "adds at most C; made-up examples gave the same whole numbers in every row, among all "
+            "neighbours that were tried and on every rank"
         )
     lines += [f"warning: {warning}" for warning in plan.warnings]
     warmup = config.schedule.warmup_steps
     if warmup > plan.num_steps:
         lines.append(
-            f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning rate never reaches its peak "
-            "(schedule.warmup_steps)"
+            f"warning: the warm-up takes {warmup} steps and the run {plan.num_steps}: the learning "
+            "rate never reaches its peak (schedule.warmup_steps)"
         )
-    planned, whole = run.ledger.claim(plan.num_steps), run.ledger.claim(plan.max_intents)
-    if planned is not None and whole is not None:
-        own = run.ledger.epsilon(plan.max_intents)
-        behind = (
-            ""
-            if own == whole[0]
-            else f"; of it, this run alone spends at most {rounded_up(own or 0.0)}"
+    planned = run.ledger.claim(plan.num_steps)
+    with_reserve = run.ledger.claim(plan.max_intents)
+    if planned is not None and with_reserve is not None:
+        epsilon, delta = with_reserve
+        line = (
+            f"epsilon planned {rounded_up(planned[0])}, with the whole reserve "
+            f"{rounded_up(epsilon)}, at delta {delta:.3g}"
         )
-        lines.append(
-            f"epsilon planned {rounded_up(planned[0])}, with the whole reserve {rounded_up(whole[0])}, at delta {whole[1]:.3g}"
-            f"{behind}"
-        )
+        # The claim includes the spending of the private runs behind the initial weights.
+        epsilon_alone = run.ledger.epsilon(plan.max_intents)
+        if epsilon_alone != epsilon:
+            line += f"; of it, this run alone spends at most {rounded_up(epsilon_alone or 0.0)}"
+        lines.append(line)
     else:
         lines.append(f"formal_guarantee: false ({'; '.join(plan.reasons)}); no epsilon is claimed")
     if training.model_facts["initialisation"].get("kind") != "random":
         lines.append(initialisation_statement(training.model_facts))
+    num_charged = run.ledger.num_charged
     if run.first_step > 1:
         lines.append(
-            f"resuming after step {run.first_step - 1}; {run.ledger.num_charged} attempts are charged"
+            f"resuming after step {run.first_step - 1}; {num_charged} attempts are charged"
         )
-    elif run.ledger.num_charged:
+    elif num_charged:
         lines.append(
-            f"starting again at step 1, without a checkpoint; {run.ledger.num_charged} attempts stay charged"
+            f"starting again at step 1, without a checkpoint; {num_charged} attempts stay charged"
         )
     if choice is not None:
         lines.append(choice.sentence)
@@ -72,27 +85,37 @@ def announce(
 
 
 def conclude(run: Run, outcome: int) -> None:
-    """Prints how the run ended, what recognises its ledger, its folder and what comes next; on the main rank."""
-    claim, own, words = run.ledger.claim(), run.ledger.epsilon(), "no formal guarantee"
-    if claim is not None and own is not None:
-        words = f"epsilon {rounded_up(claim[0])} at delta {claim[1]:g}"
-        if useless := useless_delta(claim[1], run.plan.num_examples):
-            words += f" ({useless})"
-        if claim != (own, run.plan.target_delta):
-            alone = (
-                f"epsilon {rounded_up(own)} at delta {run.plan.target_delta:g} for this run alone"
+    """Prints how the run ended, its ledger's last hash, its folder and the next command.
+
+    Only the main rank calls it.
+    """
+    claim = run.ledger.claim()
+    epsilon_alone = run.ledger.epsilon()
+    guarantee = "no formal guarantee"
+    if claim is not None and epsilon_alone is not None:
+        epsilon, delta = claim
+        guarantee = f"epsilon {rounded_up(epsilon)} at delta {delta:g}"
+        remark = useless_delta(delta, run.plan.num_examples)
+        if remark:
+            guarantee += f" ({remark})"
+        if claim != (epsilon_alone, run.plan.target_delta):
+            guarantee += (
+                f" with what the initial weights had spent (epsilon {rounded_up(epsilon_alone)} "
+                f"at delta {run.plan.target_delta:g} for this run alone)"
             )
-            words += f" with what the initial weights had spent ({alone})"
-    ending = {
-        DONE: f"done: {run.plan.num_steps} steps, {words}",
-        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps remain; {words}",
-        STOPPED_EARLY: f"stopped on request{' (the file STOP)' * run.folder.stop.exists()}; the same command resumes; {words}",
+    cause = " (the file STOP)" if run.folder.stop.exists() else ""
+    endings = {
+        DONE: f"done: {run.plan.num_steps} steps, {guarantee}",
+        BUDGET_SPENT: f"stopped: the budget of {run.plan.max_intents} attempts is spent and steps "
+        f"remain; {guarantee}",
+        STOPPED_EARLY: f"stopped on request{cause}; the same command resumes; {guarantee}",
     }
-    here, folder = Path.cwd(), run.folder.root
-    folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    folder = run.folder.root
+    if folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
     head = run.ledger.position()["hash"]
     say(
-        ending[outcome],
+        endings[outcome],
         f"last line of the ledger, to be kept elsewhere (verify.py --head): {head}",
         folds=True,
     )

@@ -1,12 +1,8 @@
-"""Which clipping mode fits: bookkeeping is faster, two_pass takes less memory, and the sum is the same.
+"""Chooses the clipping mode that fits: bookkeeping is faster, two_pass takes less memory.
 
-`privacy.clipping_mode = "auto"` takes bookkeeping unless it does not fit on some rank. Made-up examples are clipped on every rank
-as the run's own will be, in its engine, precision and mode, by a clipper of their own, and what this takes is measured. One
-example goes first, and then the whole micro-batch, if it surely fits: a process that takes more memory than there is gets killed.
-
-Certified arithmetic asks for deterministic kernels, and for integers that depend on the example alone. The first part of the
-hypothesis of docs/certified.md is a matter of settings, the second is looked for on made-up inputs, here also between ranks: an
-example is dealt to any of them.
+The sum is the same in both modes. Certified arithmetic asks for deterministic kernels, and for
+integers that depend on the example alone: the settings here give the first, and made-up inputs
+test the second, also between ranks, since an example is dealt to any of them (docs/certified.md).
 """
 
 import hashlib
@@ -42,19 +38,20 @@ from trainer.tasks import TrainingTask
 
 CUBLAS_REPEATS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 WORTHWHILE = 0.9
-"""two_pass is taken if it needs less than this part of bookkeeping's memory; otherwise it would only be slower."""
+"""two_pass is taken if it needs less than this part of bookkeeping's memory, as it is slower."""
 UNCERTAIN = 2**24
 """Bytes by which the system's count of a process's memory may be off."""
 
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """What `auto` chose on all ranks, and the numbers of the rank with the least room; bytes.
+    """Holds the mode that `auto` chose on all ranks, and bytes of the rank with the least memory.
 
     Attributes:
-        needed: what one micro-batch in bookkeeping mode takes, and what training allocates later; None where the machine does
-            not say how much memory it has.
-        needed_in_two_passes: the same for two_pass; None where bookkeeping fits and it was not measured.
+        needed: bytes of one micro-batch in bookkeeping mode, with all that training allocates
+            later; None where the machine does not say how much memory it has.
+        needed_in_two_passes: the same for two_pass; None where bookkeeping fits and two_pass was
+            not measured.
         available: bytes for one rank; None where the machine does not say.
     """
 
@@ -66,51 +63,55 @@ class ModeChoice:
 
     @property
     def sentence(self) -> str:
-        """One line for the console."""
+        """Returns one line for the console."""
         text = f"clipping mode {self.mode} (auto)"
         if self.needed is None or self.available is None:
             return f"{text}: this machine does not say how much memory is free"
-        needs = {"bookkeeping": self.needed, "two_pass": self.needed_in_two_passes or 0}
-        need = needs.pop(self.mode)
-        text += f": a micro-batch takes {_gib(need)} of {_gib(self.available)} a rank"
+        bytes_needed = {"bookkeeping": self.needed, "two_pass": self.needed_in_two_passes or 0}
+        chosen_bytes = bytes_needed.pop(self.mode)
+        text += f": a micro-batch takes {_gib(chosen_bytes)} of {_gib(self.available)} a rank"
         if self.needed_in_two_passes is not None:
-            text += "".join(f"; {mode} would need {_gib(size)}" for mode, size in needs.items())
-        if need > USABLE * self.available:
+            for mode, size in bytes_needed.items():
+                text += f"; {mode} would need {_gib(size)}"
+        if chosen_bytes > USABLE * self.available:
             text += "; that may be too much: choose a smaller train.micro_batch_size"
         return text
 
 
 def accumulator_of(config: RunConfig) -> MakeAccumulator:
-    """Returns where the sums of a recipe gather."""
+    """Returns the class of accumulator that gathers the sums of a recipe."""
     return ShardedSums if config.train.accumulation == "sharded" else LocalSums
 
 
 def require_repeats(config: RunConfig, task: TrainingTask, mechanism: Mechanism) -> None:
-    """Requires that what is computed twice has the same bits: on this rank, and of certified sums on all. Collective.
+    """Refuses a mechanism whose repeated computations differ in a bit. Collective.
+
+    Certified sums are compared between all ranks, other sums on each rank alone.
 
     Raises:
-        PrivacyConfigError: it has not.
+        PrivacyConfigError: two computations of the same gradient differ.
     """
-    clipped, engine = mechanism.clipped, mechanism.engine
+    clipped = mechanism.clipped
+    engine = mechanism.engine
     micro_batch_size = config.train.micro_batch_size
     if isinstance(clipped, CertifiedSum):
         require_same_integers(clipped, engine, task.synthetic_inputs, micro_batch_size)
         return
     if clipped.mode == "two_pass" and engine.device.type == "cuda":
-        use_deterministic_kernels()  # else its attention adds up in no fixed order
-    # Scores of the vocabulary that are computed in parts are computed again for norm and sum.
+        # Else the backward of attention adds up in no fixed order.
+        use_deterministic_kernels()
+    # A vocabulary head that computes its scores in parts computes them again for norm and sum.
     hidden_BLD = torch.empty(micro_batch_size, config.data.num_tokens - 1, 1, device="meta")
     heads = [module for module in engine.module.modules() if isinstance(module, VocabularyHead)]
     if clipped.mode == "two_pass" or any(head.num_chunks(hidden_BLD) > 1 for head in heads):
-        made_up = to_device(task.synthetic_inputs(micro_batch_size), engine)
+        inputs = to_device(task.synthetic_inputs(micro_batch_size), engine)
         try:
-            clipped.check_repeatable(engine.module, made_up)
+            clipped.check_repeatable(engine.module, inputs)
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
-            raise PrivacyConfigError(
-                f"clipping in two passes is refused: {str(error).splitlines()[0]}"
-            ) from error
+            reason = str(error).splitlines()[0]
+            raise PrivacyConfigError(f"clipping in two passes is refused: {reason}") from error
 
 
 def choose_by_trial(
@@ -122,7 +123,9 @@ def choose_by_trial(
     engine: Engine,
     nodes: Sequence[int],
 ) -> ModeChoice:
-    """Chooses the mode by what made-up examples take, before blocks are compiled, which saves memory. Collective.
+    """Chooses the mode by the memory that made-up examples take on each rank. Collective.
+
+    The trial comes before blocks are compiled: compiled blocks take less memory.
 
     Args:
         nodes: the node of each rank, where each node reads its share of the examples.
@@ -134,7 +137,7 @@ def choose_by_trial(
         clipped.add_micro_batch(engine.module, inputs, is_padding_B)
 
     def measure(mode: Mode, size: int) -> int | None:
-        clipped = mechanism_of(
+        mechanism = mechanism_of(
             plan,
             engine,
             engine.module,
@@ -142,11 +145,11 @@ def choose_by_trial(
             mode=mode,
             accumulator=accumulator_of(config),
             nodes=nodes,
-        ).clipped
+        )
         try:
-            return taken_memory(partial(clip, clipped, size), engine.device)
+            return taken_memory(partial(clip, mechanism.clipped, size), engine.device)
         finally:
-            clipped.detach()
+            mechanism.clipped.detach()
 
     states = state_memory(config, machine, engine_name, engine)
     return choose_mode(measure, states, engine.device, config.train.micro_batch_size)
@@ -155,7 +158,7 @@ def choose_by_trial(
 def state_memory(
     config: RunConfig, machine: MachineSettings, engine_name: EngineName, engine: Engine
 ) -> int:
-    """Returns the bytes of the optimizer's states, which the first step makes on this rank's device."""
+    """Returns the bytes of optimizer states that the first step makes on this rank's device."""
     if machine.offload_optimizer or (engine_name == "fsdp" and machine.offload_param):
         return 0
     # The replicas of a shard own it together, and each steps all of it.
@@ -175,39 +178,46 @@ def choose_mode(
     """Chooses the mode, equal on all ranks. Collective.
 
     Args:
-        measure: clips so many made-up examples in a mode, and returns the bytes that this takes on this rank.
+        measure: clips so many made-up examples in a mode, and returns the bytes that this takes on
+            this rank.
         states: bytes that this rank's optimizer allocates in its first step.
     """
-    on_device: dict[tuple[str, str], list[int]] = {}  # ranks may share one, such as a host's CPU
-    for host, name, free in collectives.gather_objects(
-        (socket.gethostname(), str(device), available(device))
-    ):
-        on_device.setdefault((host, name), []).extend([] if free is None else [free])
-    room = min((min(parts) // len(parts) for parts in on_device.values() if parts), default=None)
-    if room is None:
+    # Several ranks may share a device, such as the CPU of a host, and its memory.
+    free_by_device: dict[tuple[str, str], list[int]] = {}
+    reports = collectives.gather_objects((socket.gethostname(), str(device), available(device)))
+    for host, name, free in reports:
+        free_of_ranks = free_by_device.setdefault((host, name), [])
+        if free is not None:
+            free_of_ranks.append(free)
+    shares = [min(frees) // len(frees) for frees in free_by_device.values() if frees]
+    if not shares:
         return ModeChoice("bookkeeping", micro_batch_size, None, None, None)
-    usable = int(USABLE * room)
+    memory = min(shares)
+    usable = int(USABLE * memory)
 
-    def need(mode: Mode) -> int:
-        return needed_memory(
-            lambda size: max(collectives.gather_objects(states + (measure(mode, size) or 0))),
-            micro_batch_size,
-            usable,
-        )
+    def measure_on_ranks(mode: Mode, size: int) -> int:
+        measured = measure(mode, size) or 0
+        return max(collectives.gather_objects(states + measured))
 
-    one_pass = need("bookkeeping")
-    mode, two_passes = better_mode(one_pass, usable, lambda: need("two_pass"))
-    return ModeChoice(mode, micro_batch_size, one_pass, two_passes, room)
+    measure_one_pass = partial(measure_on_ranks, "bookkeeping")
+    measure_two_passes = partial(measure_on_ranks, "two_pass")
+    one_pass = needed_memory(measure_one_pass, micro_batch_size, usable)
+    mode, two_passes = better_mode(
+        one_pass, usable, lambda: needed_memory(measure_two_passes, micro_batch_size, usable)
+    )
+    return ModeChoice(mode, micro_batch_size, one_pass, two_passes, memory)
 
 
 def needed_memory(measure: Callable[[int], int], size: int, usable: int) -> int:
-    """Returns the bytes that `size` examples need: measured where they fit, and else estimated from fewer that do.
+    """Returns the bytes that `size` examples need: measured where they fit, else estimated.
 
-    Memory grows at most in proportion to the number of examples, so two measurements bound all larger ones.
+    An estimate extends the measurements of fewer examples. Memory grows at most in proportion to
+    the number of examples, so two measurements bound all larger ones.
 
     Args:
         measure: runs that many examples and returns the bytes that they need.
-        usable: no micro-batch is run that may need more, but for one or two examples.
+        usable: no micro-batch is run that may need more, but for one or two examples: the system
+            kills a process that takes more memory than there is.
     """
     count = memory = 0
     growth = 0.0  # bytes of one more example, at most
@@ -225,17 +235,20 @@ def needed_memory(measure: Callable[[int], int], size: int, usable: int) -> int:
 def better_mode(
     needed: int, usable: float | None, needed_in_two_passes: Callable[[], int]
 ) -> tuple[Mode, int | None]:
-    """Returns the mode, and what two passes need where that was asked for; for a start as for a plan.
+    """Returns the mode, and the bytes of two passes where they were asked for.
+
+    A start and a plan both choose by it.
 
     Args:
         needed: bytes by bookkeeping, with all that training allocates later.
-        usable: bytes that all of this may take; None where nobody knows.
-        needed_in_two_passes: the same as `needed`; it is called only where bookkeeping does not fit.
+        usable: bytes that all of this may take; None where the machine does not say.
+        needed_in_two_passes: returns the same as `needed`; it is called only where bookkeeping
+            does not fit.
     """
     if usable is None or needed <= usable:
         return "bookkeeping", None
-    less = needed_in_two_passes()
-    return ("two_pass" if less < WORTHWHILE * needed else "bookkeeping"), less
+    two_passes = needed_in_two_passes()
+    return ("two_pass" if two_passes < WORTHWHILE * needed else "bookkeeping"), two_passes
 
 
 def _gib(count: float) -> str:
@@ -243,13 +256,15 @@ def _gib(count: float) -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """Forbids atomics and kernels chosen by trial, in the whole process; before its first kernel, or after `prepare_process`.
+    """Forbids atomics and kernels chosen by trial, in the whole process.
 
-    Attention on CUDA has a deterministic backward, and takes it for no less: `warn_only` would leave it as it is.
+    Call it before the process's first kernel, or after `prepare_process`. Attention on CUDA takes
+    its deterministic backward only for an error: `warn_only` would leave the other one.
     """
     os.environ.setdefault(*CUBLAS_REPEATS)  # read once, at the first product
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # new tensors are written once
+    # Filling new tensors would only write each of them twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
@@ -259,37 +274,41 @@ def require_same_integers(
     synthetic_inputs: Callable[[int], dict[str, Tensor]],
     micro_batch_size: int,
 ) -> None:
-    """Made-up examples give the same integers in every row, among any neighbours and on every rank. Collective.
+    """Refuses made-up examples whose integers depend on row, neighbours or rank. Collective.
 
     Args:
-        synthetic_inputs: makes up the number of examples that it is called with, the same on every rank.
+        synthetic_inputs: makes up the number of examples that it is called with, the same on every
+            rank.
 
     Raises:
-        PrivacyConfigError: on all ranks, if they do not somewhere; the parameter is named.
+        PrivacyConfigError: on all ranks, if integers differ on one of them; names the parameter.
     """
     inputs = to_device(synthetic_inputs(micro_batch_size), engine)
-    problem, digests = None, dict[str, str]()
+    # Weights near zero would hide the gradients before them. Shards are left as they are.
+    weights = nothing_is_small(engine.module) if holds_whole_weights(engine) else nullcontext()
+    problem = None
+    digests = dict[str, str]()
     try:
-        # Weights near zero would hide the gradients before them. Shards are left as they are.
-        with nothing_is_small(engine.module) if holds_whole_weights(engine) else nullcontext():
-            found = check_rows(clipped, engine.module, inputs)
-        digests = {
-            name: hashlib.sha256(z.cpu().numpy().tobytes()).hexdigest() for name, z in found.items()
-        }
+        with weights:
+            integers = check_rows(clipped, engine.module, inputs)
+        for name, z in integers.items():
+            digests[name] = hashlib.sha256(z.cpu().numpy().tobytes()).hexdigest()
     except PrivacyConfigError as error:
         problem = str(error)
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
         problem = f"privacy.arithmetic = 'certified' is refused: {str(error).splitlines()[0]}"
-    answers = collectives.gather_objects((socket.gethostname(), problem, digests))
-    for rank, (host, said, theirs) in enumerate(answers):
-        if said is not None:
-            raise PrivacyConfigError(said)
-        differing = [name for name in engine.shapes if theirs.get(name) != answers[0][2].get(name)]
-        if differing:
-            raise PrivacyConfigError(
-                f"privacy.arithmetic = 'certified' is refused: the gradient of {differing[0]} of one and the same example is "
-                f"another on rank {rank} ({host}) than on rank 0 ({answers[0][0]}); use machines of one kind with the same "
-                "libraries and numbers of threads, or privacy.arithmetic = 'floating'"
-            )
+    reports = collectives.gather_objects((socket.gethostname(), problem, digests))
+    first_host, _, first_digests = reports[0]
+    for rank, (host, problem_there, digests_there) in enumerate(reports):
+        if problem_there is not None:
+            raise PrivacyConfigError(problem_there)
+        for name in engine.shapes:
+            if digests_there.get(name) != first_digests.get(name):
+                raise PrivacyConfigError(
+                    "privacy.arithmetic = 'certified' is refused: the gradient of "
+                    f"{name} of one and the same example is another on rank {rank} ({host}) than "
+                    f"on rank 0 ({first_host}); use machines of one kind with the same libraries "
+                    "and numbers of threads, or privacy.arithmetic = 'floating'"
+                )

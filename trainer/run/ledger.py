@@ -1,4 +1,4 @@
-"""Where configuration, data, key and ledger of a run folder meet."""
+"""Opens the ledger of a run folder for the run's configuration, data and key."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,22 +18,23 @@ from trainer.config.recipe import PrivacySection, RunConfig
 
 
 def require_places(folder: RunFolder, privacy: PrivacySection) -> None:
-    """Mirror and shared ledger lie outside of the run folder, and no file has two roles; on one rank, before anything is written.
+    """Refuses a mirror or a shared ledger inside the run folder, and a file with two roles.
+
+    Call it on one rank, before anything is written.
 
     Raises:
-        PrivacyConfigError: otherwise.
+        PrivacyConfigError: a file is inside the folder, or has two roles.
         PrivacyStateRefused: the shared ledger cannot be read.
     """
-    named = {
-        "privacy.ledger_mirror": privacy.ledger_mirror,
-        "privacy.shared_ledger": privacy.shared_ledger,
-    }
-    roles = {role: Path(name) for role, name in named.items() if name is not None}
-    second = None if privacy.shared_ledger is None else SharedLedger(privacy.shared_ledger).mirror()
-    require_distinct_files(
-        roles if second is None else roles | {"the mirror of privacy.shared_ledger": second},
-        folder.root,
-    )
+    roles = dict[str, Path]()
+    if privacy.ledger_mirror is not None:
+        roles["privacy.ledger_mirror"] = Path(privacy.ledger_mirror)
+    if privacy.shared_ledger is not None:
+        roles["privacy.shared_ledger"] = Path(privacy.shared_ledger)
+        mirror_of_shared = SharedLedger(privacy.shared_ledger).mirror()
+        if mirror_of_shared is not None:
+            roles["the mirror of privacy.shared_ledger"] = mirror_of_shared
+    require_distinct_files(roles, folder.root)
 
 
 def open_run_ledger(
@@ -41,58 +42,65 @@ def open_run_ledger(
     folder: RunFolder,
     table: ExampleTable,
     unit: str,
-    behind: Sequence[LedgerBehind] = (),
+    parent_ledgers: Sequence[LedgerBehind] = (),
 ) -> Opening:
-    """Opens the ledger of a run folder, or makes the plan of a new one; see `privacy.run.ledger.open_ledger`. Collective.
+    """Opens the ledger of a run folder, or makes the plan of a new one. Collective.
+
+    See `privacy.run.ledger.open_ledger`.
 
     Args:
-        unit: what one example is, for the ledger and the card.
-        behind: the ledgers of private runs behind initial weights, on rank 0 alone; none for a run that resumes.
+        unit: names one example, for the ledger and the card.
+        parent_ledgers: the ledgers of private runs behind initial weights, on rank 0 alone; empty
+            for a run that resumes.
     """
-    privacy, disjoint = config.privacy, config.init is not None and config.init.disjoint_data
+    privacy = config.privacy
+    is_disjoint = config.init is not None and config.init.disjoint_data
     limit = privacy.max_examples_per_owner
 
-    def asked(recorded: Recorded | None) -> PlanRequest:
+    def request(recorded: Recorded | None) -> PlanRequest:
         if recorded is None and privacy.target_epsilon is not None:
             print(f"calibrating the noise for epsilon {privacy.target_epsilon:g} ...", flush=True)
         return privacy.request(config.train.num_steps, len(table))
 
-    def described(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "unit": unit,
-            **({"max_examples_per_owner": limit} if limit else {}),
-        }
+    def describe(recorded: Recorded | None, plan: PrivacyPlan) -> dict[str, Any]:
+        fields: dict[str, Any] = {"unit": unit}
+        if limit:
+            fields["max_examples_per_owner"] = limit
         if recorded is None:
-            if behind:
-                fields["behind"] = keep_copies(folder.root, behind)
-                fields |= {"disjoint_from_start": True} if disjoint else {}
+            if parent_ledgers:
+                fields["behind"] = keep_copies(folder.root, parent_ledgers)
+                if is_disjoint:
+                    fields["disjoint_from_start"] = True
             return fields
-        # The card computes an owner's epsilon from the recorded limit, and its first number relies on the declaration, so a
-        # resume cannot state another one.
-        stated = {"privacy.max_examples_per_owner": (limit, recorded.get("max_examples_per_owner"))}
+        # The card computes an owner's epsilon from the recorded limit, and its first number relies
+        # on the declaration of disjoint data, so a resume must declare both as they were.
+        declarations = {
+            "privacy.max_examples_per_owner": (limit, recorded.get("max_examples_per_owner"))
+        }
         if "behind" in recorded:
-            stated["init.disjoint_data"] = (disjoint, recorded.get("disjoint_from_start", False))
-        for key, (now, before) in stated.items():
-            if now != before:
+            was_disjoint = recorded.get("disjoint_from_start", False)
+            declarations["init.disjoint_data"] = (is_disjoint, was_disjoint)
+        for key, (declared, frozen) in declarations.items():
+            if declared != frozen:
                 raise PrivacyConfigError(
-                    f"{key} is {now}, but {folder.ledger} was opened with {before}; it is part of the claim: set it back, or "
-                    "start another run folder"
+                    f"{key} is {declared}, but {folder.ledger} was opened with {frozen}; it is "
+                    "part of the claim: set it back, or start another run folder"
                 )
-        if behind:
-            require_kept(folder.root, recorded, behind)
+        if parent_ledgers:
+            require_kept(folder.root, recorded, parent_ledgers)
         if "behind" in recorded and plan.formal_guarantee:
             # Every claim needs the copies, which are judged before anything is written.
             states_behind(folder.root, recorded)
         return fields
 
-    shared = privacy.shared_ledger
+    shared = None
+    if privacy.shared_ledger is not None:
+        shared = SharedTerms(privacy.shared_ledger, folder.root.name, privacy.fixed_in_advance)
     return open_ledger(
         folder,
-        asked,
+        request,
         table.manifest_digest,
-        described=described,
+        described=describe,
         mirror=privacy.ledger_mirror,
-        shared=None
-        if shared is None
-        else SharedTerms(shared, folder.root.name, privacy.fixed_in_advance),
+        shared=shared,
     )

@@ -1,4 +1,4 @@
-"""Builds a run from its configuration, in the order in which things can be refused, and trains it."""
+"""Builds a run from its configuration, in the order in which it can be refused, and trains it."""
 
 import contextlib
 import itertools
@@ -92,11 +92,12 @@ def train(
     *,
     may_restart: bool = False,
 ) -> int:
-    """Trains, or resumes, the run in `run_dir`; collective. Returns the exit code.
+    """Trains, or resumes, the run in `run_dir` and returns the exit code. Collective.
 
     Args:
         root: the project's root; paths in the recipe are relative to it.
-        may_restart: a run that has lost all its checkpoints may begin again at step 0, charging its steps once more.
+        may_restart: a run that has lost all its checkpoints may begin again at step 0, charging its
+            steps once more.
         noise: tests inject their own source; a real run draws from the operating system.
     """
     prepare_process(config, device)
@@ -119,20 +120,22 @@ def train(
 
 
 def prepare_process(config: RunConfig, device: torch.device) -> None:
-    """What has to be set before anything is computed."""
+    """Sets the process-wide options that must be set before the first kernel."""
     if device.type == "cpu":
         keep_freed_memory()
     if config.privacy.arithmetic == "certified":
         use_deterministic_kernels()
     elif device.type == "cuda" and config.privacy.clipping_mode != "bookkeeping":
-        os.environ.setdefault(
-            *CUBLAS_REPEATS
-        )  # two passes may come, and this is read once, at the first product
+        # Clipping may need two passes, and cuBLAS reads this variable once, at its first product.
+        os.environ.setdefault(*CUBLAS_REPEATS)
 
 
 @dataclass
 class TrainerStart:
-    """What the trainer adds to a start; see `privacy.run.run.Start`. What a check finds is kept for those after it."""
+    """Adds the trainer's checks and parts to a start; see `privacy.run.run.Start`.
+
+    The checks run in the order of `checks`; a later check uses the parts of the earlier ones.
+    """
 
     config: RunConfig
     machine: MachineSettings
@@ -145,20 +148,22 @@ class TrainerStart:
     may_restart: bool
     heldout: Heldout | None = None
     heldout_examples: ExampleTable | None = None
-    behind: list[LedgerBehind] = field(
-        default_factory=list
-    )  # on rank 0 alone, since they may be large
-    initial: dict[str, Any] = field(default_factory=dict)
+    # Rank 0 alone has them, since they may be large.
+    parent_ledgers: list[LedgerBehind] = field(default_factory=list)
+    initialisation: dict[str, Any] = field(default_factory=dict)
     choice: ModeChoice | None = None
     task: TrainingTask = field(init=False)
     model: nn.Module = field(init=False)
     twin: nn.Module = field(init=False)
-    """One block of each stack, the rest whole; what the self-check looks at, on one rank of each host."""
+    """A model with one block of each stack, which the self-check examines on one rank of a host."""
     table: ExampleTable = field(init=False)
     nodes: tuple[int, ...] = ()
 
     def checks(self) -> list[Callable[[], None]]:
-        """In the order in which they refuse a start: what costs nothing first, and hashes of large data last."""
+        """Returns the checks in the order in which they may refuse a start.
+
+        The first cost nothing; those that hash large data come last.
+        """
         return [
             self.require_places,
             self.take_folder,
@@ -174,141 +179,170 @@ class TrainerStart:
         ]
 
     def require_places(self) -> None:
-        """Mirror and shared ledger lie elsewhere; before the folder is made, which could be one of them."""
+        """Refuses a mirror or a shared ledger inside the run folder.
+
+        It runs before the folder is made, because the folder could take the place of such a file.
+        """
         on_main(lambda: require_places(self.folder, self.config.privacy))
 
     def take_folder(self) -> None:
-        """One trainer at a time; a folder that has lost its key or its ledger is refused in no time."""
+        """Locks the folder for one trainer, and refuses a folder that has lost key or ledger."""
         on_main(self.folder.take)
 
     def require_shared_folder(self) -> None:
-        """Every rank sees the one run folder, or checkpoints would lie in several."""
+        """Refuses ranks that see different run folders, which would scatter the checkpoints."""
         require_shared(self.folder)
 
     def make_task(self) -> None:
-        """Recipe, tokenizer and fields fit each other; a misspelt name of shards is answered before anything that takes long."""
+        """Refuses recipe, tokenizer and fields that do not fit each other.
+
+        A misspelt name of shards is refused here too, before a check that takes long.
+        """
         self.task = first_on_main(lambda: make_task(self.config, self.root))
         first_on_main(lambda: require_a_shard(self.config.data.shards, self.root))
 
     def require_initial_weights(self) -> None:
-        """The start that the recipe names is there; a resumed run does not look at it."""
-        init, machine = self.config.init, self.machine
+        """Refuses a missing checkpoint of [init]; a resumed run does not need it."""
+        init = self.config.init
         if init is None:
             return
-        first_on_main(
-            lambda: has_checkpoints(self.folder.checkpoints) or find_checkpoint(init, self.root)
-        )
-        if machine.zero_init:
+
+        def require_checkpoint() -> None:
+            if not has_checkpoints(self.folder.checkpoints):
+                find_checkpoint(init, self.root)
+
+        first_on_main(require_checkpoint)
+        if self.machine.zero_init:
             raise ConfigError(
-                f"ds_config {machine.path}: zero_optimization.zero_init cannot be combined with [init]: remove one"
+                f"ds_config {self.machine.path}: zero_optimization.zero_init cannot be combined "
+                "with [init]: remove one"
             )
 
     def build_model(self) -> None:
-        """The model with fresh weights, and what can be refused by looking at it alone."""
+        """Builds the model with fresh weights, and refuses a model that cannot be trained here."""
         config = self.config
-        # Linux grants memory that it does not have, and then kills whoever touches it.
-        room = None if self.machine.zero_init else total_memory()
-        needed = sum(
-            weight.numel() * weight.element_size() for weight in self.task.skeleton().parameters()
-        )
-        if room is not None and needed > room:
+        # Linux grants memory that it does not have, and then kills the process that uses it.
+        memory = None if self.machine.zero_init else total_memory()
+        weights = self.task.skeleton().parameters()
+        needed = sum(weight.numel() * weight.element_size() for weight in weights)
+        if memory is not None and needed > memory:
             raise ConfigError(
-                f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has {room / 2**30:.3g} GiB: take a "
-                "smaller size, or zero_optimization.zero_init in the ds_config"
+                f"model: its weights alone take {needed / 2**30:.3g} GiB, and this machine has "
+                f"{memory / 2**30:.3g} GiB: take a smaller size, or zero_optimization.zero_init in "
+                "the ds_config"
             )
         self.shard = sharder(
             self.engine_name, self.machine, self.device, config.train.micro_batch_size
         )
-        self.model = self.task.build(
-            torch.Generator().manual_seed(config.train.seed), after=self.shard
-        )
+        generator = torch.Generator().manual_seed(config.train.seed)
+        self.model = self.task.build(generator, after=self.shard)
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         if frozen and config.init is None:
             raise ConfigError(
-                f"the recipe trains only a part of the model, and the rest ({frozen[0]}, ...) would stay at random: give "
-                "init.checkpoint, a run whose encoder is trained"
+                "the recipe trains only a part of the model, and the rest "
+                f"({frozen[0]}, ...) would stay at random: give init.checkpoint, a run whose "
+                "encoder is trained"
             )
         if config.train.compile:
             require_compilable(self.model, self.engine_name, self.machine, self.device)
 
     def require_sums_of_autograd(self) -> None:
-        """Clipped sums are those of autograd: of the twin, which has a layer of every kind, and coarsely of the whole model.
+        """Refuses clipped sums that differ from those of autograd.
 
-        In float64 and on many rows the whole of a large model would take a core half an hour.
+        The twin, which has a layer of every kind, is compared in float64 and on many rows; the
+        whole model is compared coarsely, since the full comparison takes one core half an hour.
         """
-        seed, inputs = self.config.train.seed, self.task.synthetic_inputs(2)
+        seed = self.config.train.seed
+        inputs = self.task.synthetic_inputs(2)
         self.twin = self.task.build(torch.Generator().manual_seed(seed), one_block=True)
-        if kinds(self.twin) != kinds(self.task.skeleton()):  # blocks that differ
+        if kinds(self.twin) != kinds(self.task.skeleton()):  # the blocks of a stack differ
             self.twin = self.task.build(torch.Generator().manual_seed(seed))
 
         def check() -> None:
             on_device = {name: x.to(self.device) for name, x in inputs.items()}
             check_against_autograd(self.twin.to(self.device), on_device, fallback=False)
-            if self.shard is None:  # else no process has the whole
+            # Under zero_init no process has the whole model.
+            if self.shard is None:
                 check_at_size(self.model, inputs, 1)
 
         self._on_each_host(check)
 
     def require_sums_at_size(self, engine: Engine, mode: Mode) -> None:
-        """The same of the twin with the rows, the precision, the mode and the compiler of the run."""
-        train, twin = self.config.train, self.twin
+        """Compares the twin's sums with the rows, precision, mode and compiler of the run."""
+        train = self.config.train
+        twin = self.twin
         del self.twin
-        if mode == "certified":  # its rows are compared as whole numbers
+        if mode == "certified":  # `require_repeats` compares its rows as whole numbers
             return
-        rows = (
-            train.micro_batch_size
-            if self.device.type == "cuda"
-            else min(train.micro_batch_size, EXAMPLES_PER_SUM + 1)
-        )
+        rows = train.micro_batch_size
+        if self.device.type != "cuda":
+            rows = min(rows, EXAMPLES_PER_SUM + 1)
 
         def check() -> None:
             twin.to(engine.device, engine.compute_dtype)
             checkpoint_blocks(twin, self.machine)
             if train.compile:
                 compile_blocks(twin)
-            check_at_size(
-                twin, to_device(self.task.synthetic_inputs(ALONE), engine), rows, mode=mode
-            )
+            inputs = to_device(self.task.synthetic_inputs(ALONE), engine)
+            check_at_size(twin, inputs, rows, mode=mode)
 
         self._on_each_host(check)
 
     def _on_each_host(self, check: Callable[[], None]) -> None:
-        """Checks in one process a host, whose memory then takes the run as that of the others does."""
+        """Runs a check in one process of each host, and then gives its freed memory back.
+
+        So the run finds as much memory in that process as in the others.
+        """
         refuse_together(check if self.ranks.local_rank == 0 else lambda: None)
         give_back_freed_memory()
 
     def open_heldout(self) -> None:
-        """Held-out data are there, and no training shards that are declared public; before the hours of the next check."""
+        """Opens the held-out data, and refuses training shards that are declared public.
+
+        It comes before the next check, which may take hours.
+        """
         self.heldout_examples = heldout_table(self.config, self.folder, self.root)
 
     def open_data(self) -> None:
-        """The private examples, and each node's share of them; last of what needs no example, since hashing takes hours."""
+        """Opens the private examples, and each node's share of them.
+
+        It comes after all checks that need no example, since hashing takes hours.
+        """
         self.table = training_table(self.config, self.folder, self.root)
         self.nodes = stage(self.table, self.config, self.root)
 
     def look_at_examples(self) -> None:
-        """Data of which most cannot be used would spend the budget on zero gradients.
+        """Refuses data of which most cannot be used: they would spend the budget on zero gradients.
 
-        Held-out data that are public have other bytes than the training data, too.
+        Public held-out shards that have the bytes of training shards are refused too.
         """
-        make_example = self.task.make_example(train=True)
-        on_main(lambda: require_usable(self.table, make_example, self.config, key="data.shards"))
-        section, examples = self.config.heldout, self.heldout_examples
+        make_training_example = self.task.make_example(train=True)
+        on_main(
+            lambda: require_usable(
+                self.table, make_training_example, self.config, key="data.shards"
+            )
+        )
+        section = self.config.heldout
+        examples = self.heldout_examples
         if section is None or examples is None:
             return
         if section.is_public:
             first_on_main(lambda: require_other_bytes(examples, self.table))
-        look, count = self.task.make_example(train=False), section.num_examples
+        make_example = self.task.make_example(train=False)
+        count = section.num_examples
         on_main(
-            lambda: require_usable(examples, look, self.config, key="heldout.shards", count=count)
+            lambda: require_usable(
+                examples, make_example, self.config, key="heldout.shards", count=count
+            )
         )
         size = self.config.train.micro_batch_size
         self.heldout = Heldout(examples, self.task, num_examples=count, micro_batch_size=size)
 
     def load_initial_weights(self) -> None:
-        """The named weights fit the model, and what a private run behind them spent is known."""
-        config, init = self.config, self.config.init
-        self.initial = {"kind": "random", "seed": config.train.seed}
+        """Loads the weights of [init], and finds the ledgers of the private runs behind them."""
+        config = self.config
+        init = config.init
+        self.initialisation = {"kind": "random", "seed": config.train.seed}
         if init is None or on_main(lambda: has_checkpoints(self.folder.checkpoints)):
             return
         checkpoint = first_on_main(lambda: find_checkpoint(init, self.root))
@@ -316,30 +350,40 @@ class TrainerStart:
 
         def find_ledgers() -> None:
             start = Start.of({"initialisation": facts})
-            self.behind = ledgers_behind(checkpoint, start, is_private=config.privacy.enabled)
-            if init.disjoint_data and self.behind:
+            self.parent_ledgers = ledgers_behind(
+                checkpoint, start, is_private=config.privacy.enabled
+            )
+            if init.disjoint_data and self.parent_ledgers:
                 require_disjoint(checkpoint, self.table)
 
         on_main(find_ledgers)
-        self.initial = facts
-        facts["at_random"] = load_start(
-            checkpoint, init, self.model, self.task.facts().get("tokenizer_sha256")
-        )
+        self.initialisation = facts
+        tokenizer_sha256 = self.task.facts().get("tokenizer_sha256")
+        facts["at_random"] = load_start(checkpoint, init, self.model, tokenizer_sha256)
 
     def open_ledger(self) -> Opening:
-        return open_run_ledger(self.config, self.folder, self.table, self.task.unit, self.behind)
+        """Returns the opened ledger; see `trainer.run.ledger.open_run_ledger`."""
+        return open_run_ledger(
+            self.config, self.folder, self.table, self.task.unit, self.parent_ledgers
+        )
 
     def take_weights(self, checkpoint: Checkpoint) -> None:
-        """A model that was made in shards takes its weights with the engine's state, piece by piece."""
+        """Loads the checkpoint's weights, unless the model was built in shards.
+
+        Such a model takes its weights with the engine's state, piece by piece.
+        """
         if not self.machine.zero_init:
             checkpoint.load_weights(self.model)
 
     def take_ledger(self, ledger: RunLedger) -> None:
-        """The trainer remembers nothing of a ledger that its folder does not."""
+        """Accepts every ledger: the trainer remembers nothing that the run folder does not hold."""
 
     def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
-        config, task, machine, train = self.config, self.task, self.machine, self.config.train
-        start = self.initial if resumed is None else resumed.manifest["initialisation"]
+        """Builds engine, mechanism and loader; see `privacy.run.run.Start.build`."""
+        config = self.config
+        task = self.task
+        train = config.train
+        start = self.initialisation if resumed is None else resumed.manifest["initialisation"]
         training_data = training_data_facts(config, self.table, resumed)
         self.model_facts = {**task.facts(), "initialisation": start, "training_data": training_data}
         frozen, shapes_of_frozen = frozen_weights(self.model)
@@ -347,14 +391,15 @@ class TrainerStart:
             self.engine_name,
             self.model,
             config.optimizer,
-            machine,
+            self.machine,
             self.device,
             train.micro_batch_size,
         )
         if resumed is not None:
             resumed.restore(engine, moments(config.optimizer))
-        average = WeightAverage(train.ema_decay).start(engine, resumed) if train.ema_decay else None
-        self.average = average
+        self.average: WeightAverage | None = None
+        if train.ema_decay:
+            self.average = WeightAverage(train.ema_decay).start(engine, resumed)
         require_neighbours_apart(
             engine, engine.module, task.synthetic_inputs, train.micro_batch_size
         )
@@ -362,7 +407,7 @@ class TrainerStart:
         setting = config.privacy.clipping_mode
         if plan.lattice is None and setting == "auto":
             self.choice = choose_by_trial(
-                config, machine, self.engine_name, plan, task, engine, self.nodes
+                config, self.machine, self.engine_name, plan, task, engine, self.nodes
             )
             mode = self.choice.mode
         elif setting != "auto":
@@ -383,20 +428,12 @@ class TrainerStart:
         self.require_sums_at_size(engine, mechanism.clipped.mode)
         isolation = Isolation(mechanism, task.padding())
         isolation.require(task.synthetic_inputs(train.micro_batch_size))
-        loader = self.loader = self._loader(1 if resumed is None else resumed.step + 1)
-
-        def stored() -> Stored:
-            states = average.states() if average is not None else engine.state()
-            named = {"frozen": sorted(shapes_of_frozen)} if shapes_of_frozen else {}
-            facts = {"run": config.name, **named, **self.model_facts}
-            return Stored(
-                itertools.chain(states, frozen), {**engine.shapes, **shapes_of_frozen}, facts
-            )
-
-        chosen = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
+        self.loader = self._loader(1 if resumed is None else resumed.step + 1)
+        choices = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
         return Parts(
             mechanism=mechanism,
-            read=partial(_read, loader),
+            isolation=isolation,
+            read=partial(_read, self.loader),
             micro_batch_size=train.micro_batch_size,
             nodes=self.nodes,
             learning_rate=lambda step: learning_rate(
@@ -406,28 +443,43 @@ class TrainerStart:
             save_every=train.checkpoint_every,
             retention=Retention(train.keep_checkpoints, train.keep_every),
             in_background=train.async_checkpoints,
-            stored=stored,
-            configuration=lambda: (to_toml(config), dict(machine.raw), chosen),
-            isolation=isolation,
+            stored=partial(self._checkpoint_contents, engine, frozen, shapes_of_frozen),
+            configuration=lambda: (to_toml(config), self.machine.raw, choices),
         )
 
+    def _checkpoint_contents(
+        self,
+        engine: Engine,
+        frozen: list[ShardState],
+        shapes_of_frozen: dict[str, torch.Size],
+    ) -> Stored:
+        """Returns the weights to save, averaged where the run averages them, and facts on them."""
+        states = self.average.states() if self.average is not None else engine.state()
+        facts: dict[str, Any] = {"run": self.config.name}
+        if shapes_of_frozen:
+            facts["frozen"] = sorted(shapes_of_frozen)
+        shapes = {**engine.shapes, **shapes_of_frozen}
+        return Stored(itertools.chain(states, frozen), shapes, facts | self.model_facts)
+
     def training(self, run: Run) -> Training:
-        """An open run with what the trainer built for it."""
+        """Returns an open run with the loader, the held-out data and the facts of its model."""
         flops = self.task.flops_of_an_example()
         return Training(
             self.config, run, self.loader, self.heldout, self.average, flops, self.model_facts
         )
 
     def _loader(self, first_step: int) -> Loader | StreamingLoader:
-        """Reads examples as the sampler draws them; public data may also stream in the order of their shards."""
+        """Returns a reader of the examples that the sampler draws.
+
+        Public data may also stream in the order of their shards.
+        """
         config = self.config
-        make_example, pin_memory = self.task.make_example(train=True), self.device.type == "cuda"
+        make_example = self.task.make_example(train=True)
+        pin_memory = self.device.type == "cuda"
         if config.data.streaming:
+            shards = first_on_main(lambda: local_shards(config.data.shards, self.root))
             return StreamingLoader(
-                Stream(
-                    first_on_main(lambda: local_shards(config.data.shards, self.root)),
-                    seed=config.train.seed,
-                ),
+                Stream(shards, seed=config.train.seed),
                 make_example,
                 micro_batch_size=config.train.micro_batch_size,
                 batch_size=config.privacy.expected_batch_size,
@@ -448,10 +500,11 @@ class TrainerStart:
 
 
 def frozen_weights(module: nn.Module) -> tuple[list[ShardState], dict[str, torch.Size]]:
-    """This rank's even share of the weights that a recipe does not train, in CPU memory, and the shapes of all of them.
+    """Returns this rank's even share of the untrained weights, in CPU memory, and all their shapes.
 
-    They get no gradient, no noise, no optimizer state and no weight decay, and engines return none of them. A checkpoint holds
-    them nevertheless, so that it is a whole model: as they were before any engine cast or sharded them.
+    They get no gradient, no noise, no optimizer state and no weight decay, and engines return none
+    of them. A checkpoint holds them nevertheless, so that it is a whole model: as they were before
+    any engine cast or sharded them.
     """
     frozen = {name: p.detach() for name, p in module.named_parameters() if not p.requires_grad}
     shapes = {name: p.shape for name, p in frozen.items()}
@@ -463,20 +516,21 @@ def frozen_weights(module: nn.Module) -> tuple[list[ShardState], dict[str, torch
 
 
 def kinds(model: nn.Module) -> set[object]:
-    """The classes of a model's modules, each with the names and shapes of its own parameters."""
-    return {
-        (type(module), tuple((name, p.shape) for name, p in module.named_parameters(recurse=False)))
-        for module in model.modules()
-    }
+    """Returns the classes of a model's modules, with names and shapes of their own parameters."""
+    classes = set[object]()
+    for module in model.modules():
+        parameters = module.named_parameters(recurse=False)
+        classes.add((type(module), tuple((name, p.shape) for name, p in parameters)))
+    return classes
 
 
 def _read(
     loader: Loader | StreamingLoader, batches: Iterator[StepBatch]
 ) -> Generator[tuple[StepBatch, Iterator[Batch]], None, None]:
-    """Reads micro-batches, and tells the heartbeat what a rank waits for."""
+    """Reads micro-batches, and tells the heartbeat which of them a rank waits for."""
     with contextlib.closing(loader.steps(distributed.dealing(batches))) as steps:
         for batch, micro_batches in distributed.reading(
             steps, "the first micro-batch of the next step is read"
         ):
-            what = f"the next micro-batch of step {batch.step} is read"
-            yield batch, distributed.reading(micro_batches, what)
+            activity = f"the next micro-batch of step {batch.step} is read"
+            yield batch, distributed.reading(micro_batches, activity)

@@ -37,7 +37,7 @@ from trainer.config.recipe import (
     RunConfig,
     load_config,
     to_toml,
-    validated,
+    validate_section,
 )
 from trainer.errors import ConfigError
 
@@ -122,7 +122,7 @@ def load_study(path: Path) -> StudyConfig:
         raise ConfigError(
             f"{path} is a recipe, not a study: train it with train.py, or give a file as in studies/"
         )
-    study = validated(StudyConfig, tree, f"study {path}")
+    study = validate_section(StudyConfig, tree, f"study {path}")
     if study.report.color is not None and study.report.color not in study.axis:
         raise ConfigError(
             f"study {path}: report.color names no axis: {study.report.color!r}; there are {', '.join(study.axis)}"
@@ -331,7 +331,7 @@ def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
     tree = tomllib.loads(to_toml(config))
     merged = {**tree["privacy"], **privacy}
     tree["privacy"] = {key: value for key, value in merged.items() if value is not None}
-    return validated(RunConfig, tree, "the recipe")
+    return validate_section(RunConfig, tree, "the recipe")
 
 
 def trained_keys(recipe: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What is trained: a model, how an example becomes its inputs, and what held-out examples show of it.
+"""Defines the kinds of models, one class each: model, inputs of an example, held-out results.
 
-One class per kind of model. The trainer, the clipping and the engines know none of them: they see a module that maps named
+The trainer, the clipping and the engines know none of them: they see a module that maps named
 tensors to one loss per example.
 """
 
@@ -44,7 +44,9 @@ class CaptioningTask(TrainingTask):
     model_class = Captioner
 
     def make_example(self, *, train: bool) -> CaptionExample:
-        config, data = self.model_config, self._data
+        """Returns a function that turns raw examples into images and tokens."""
+        config = self.model_config
+        data = self._data
         return CaptionExample(
             config.encoder.image_size,
             config.num_tokens,
@@ -57,39 +59,40 @@ class CaptioningTask(TrainingTask):
 
     def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
         config = self.model_config
+        shape = (count, config.num_tokens)
         targets = {
-            "tokens_BL": torch.randint(
-                0, config.vocab_size, (count, config.num_tokens), generator=generator
-            ),
-            "token_mask_BL": torch.ones(count, config.num_tokens, dtype=torch.bool),
+            "tokens_BL": torch.randint(0, config.vocab_size, shape, generator=generator),
+            "token_mask_BL": torch.ones(shape, dtype=torch.bool),
         }
-        return targets | (
-            {"is_parallel_B": torch.arange(count) % 2 == 1} if config.parallel_share > 0 else {}
-        )
+        if config.parallel_share > 0:
+            targets["is_parallel_B"] = torch.arange(count) % 2 == 1
+        return targets
 
     def facts(self) -> dict[str, Any]:
+        """Returns the facts of the model, and the hash of its tokenizer."""
         digest = hashlib.sha256(self.tokenizer_path.read_bytes()).hexdigest()
         return {**super().facts(), "tokenizer_sha256": digest}
 
     def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
-        """Greedy captions."""
+        """Returns greedy captions and the references."""
         tokenizer = CaptionTokenizer.from_file(self.tokenizer_path)
-        shown = to_device(inputs, engine)["images_BCHW"]
-        tokens_BL = greedy_captions(
-            engine.module, shown, max_tokens=self.model_config.num_tokens - 1
-        )
-        said, references = (
-            [tokenizer.decode(row) for row in x_BL.tolist()]
-            for x_BL in (tokens_BL, inputs["tokens_BL"])
-        )
-        return list(zip(said, references, strict=True))
+        images_BCHW = to_device(inputs, engine)["images_BCHW"]
+        max_tokens = self.model_config.num_tokens - 1
+        tokens_BL = greedy_captions(engine.module, images_BCHW, max_tokens=max_tokens)
+        captions = [tokenizer.decode(row) for row in tokens_BL.tolist()]
+        references = [tokenizer.decode(row) for row in inputs["tokens_BL"].tolist()]
+        return list(zip(captions, references, strict=True))
 
     def blind_baseline(self) -> CaptionFrequencies:
+        """Returns tables of frequencies of words, pairs and captions."""
         return CaptionFrequencies(self.model_config.vocab_size)
 
 
 class ClassificationTask(TrainingTask):
-    """Image classification: fine-tuning a trained encoder on labels (De et al. 2022, https://arxiv.org/abs/2204.13650)."""
+    """Image classification: fine-tuning a trained encoder on labels.
+
+    De et al. 2022, https://arxiv.org/abs/2204.13650.
+    """
 
     kind = "classifier"
     loss_name = "cross-entropy"
@@ -97,7 +100,9 @@ class ClassificationTask(TrainingTask):
     model_class = Classifier
 
     def make_example(self, *, train: bool) -> LabelledImageExample:
-        config, data = self.model_config, self._data
+        """Returns a function that turns raw examples into images and labels."""
+        config = self.model_config
+        data = self._data
         return LabelledImageExample(
             config.encoder.image_size,
             config.num_classes,
@@ -107,14 +112,11 @@ class ClassificationTask(TrainingTask):
         )
 
     def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        return {
-            "labels_B": torch.randint(
-                0, self.model_config.num_classes, (count,), generator=generator
-            )
-        }
+        num_classes = self.model_config.num_classes
+        return {"labels_B": torch.randint(0, num_classes, (count,), generator=generator)}
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Cross-entropy (without smoothing) and accuracy."""
+        """Returns cross-entropy (without smoothing) and accuracy."""
         logits_BK = engine.module(inputs["images_BCHW"], output="logits")
         correct_B = logits_BK.argmax(dim=1) == inputs["labels_B"]
         return {
@@ -123,12 +125,13 @@ class ClassificationTask(TrainingTask):
         }
 
     def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
-        """The likeliest class of each image, and its label."""
+        """Returns the likeliest class of each image, and its label."""
         logits_BK = engine.module(to_device(inputs, engine)["images_BCHW"], output="logits")
         pairs = zip(logits_BK.argmax(dim=1).tolist(), inputs["labels_B"].tolist(), strict=True)
         return [(f"class {predicted}", f"class {label}") for predicted, label in pairs]
 
     def blind_baseline(self) -> ClassFrequencies:
+        """Returns the frequencies of the classes."""
         return ClassFrequencies(self.model_config.num_classes)
 
 
@@ -141,51 +144,63 @@ class MaskedAutoencodingTask(TrainingTask):
     model_class = MaskedAutoencoder
 
     def make_example(self, *, train: bool) -> MaskedImageExample:
-        encoder, visible = self.model_config.encoder, self.model_config.num_visible
+        """Returns a function that turns raw examples into images and masks."""
+        encoder = self.model_config.encoder
         return MaskedImageExample(
-            encoder.image_size, encoder.patch_size, visible, train=train, augment=self._data.augment
+            encoder.image_size,
+            encoder.patch_size,
+            self.model_config.num_visible,
+            train=train,
+            augment=self._data.augment,
         )
 
     def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        make = self.make_example(train=True)
-        return {"mask_BP": torch.from_numpy(np.stack([make.mask(key) for key in range(count)]))}
+        make_example = self.make_example(train=True)
+        mask_BP = np.stack([make_example.mask(key) for key in range(count)])
+        return {"mask_BP": torch.from_numpy(mask_BP)}
 
     @torch.no_grad()
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
-        """Masked, predicted (visible patches pasted in) and original images side by side."""
-        patch = self.model_config.encoder.patch_size
+        """Shows masked, predicted (visible patches pasted in) and original images side by side."""
+        patch_size = self.model_config.encoder.patch_size
         rows: list[list[np.ndarray]] = []
         for batch in batches:
-            predicted = (
-                engine.module(**to_device(batch.inputs, engine), output="patches").float().cpu()
-            )
-            images, mask = batch.inputs["images_BCHW"].float(), batch.inputs["mask_BP"][:, :, None]
-            original = to_patches(images, patch)
-            if (
-                self.model_config.normalise_pixels
-            ):  # in each patch's own units: show it in the original's
-                predicted = predicted * (original.var(dim=-1, keepdim=True) + 1e-6).sqrt()
-                predicted = predicted + original.mean(dim=-1, keepdim=True)
-            masked = from_patches(torch.where(mask, torch.zeros(()), original), patch)
-            filled = from_patches(torch.where(mask, predicted, original), patch)
+            inputs = to_device(batch.inputs, engine)
+            predicted_BPQ = engine.module(**inputs, output="patches").float().cpu()
+            images_BCHW = batch.inputs["images_BCHW"].float()
+            mask_BP1 = batch.inputs["mask_BP"][:, :, None]
+            original_BPQ = to_patches(images_BCHW, patch_size)
+            if self.model_config.normalise_pixels:
+                # The prediction is in each patch's own units; it is shown in those of the original.
+                std_BP1 = (original_BPQ.var(dim=-1, keepdim=True) + 1e-6).sqrt()
+                predicted_BPQ = predicted_BPQ * std_BP1
+                predicted_BPQ = predicted_BPQ + original_BPQ.mean(dim=-1, keepdim=True)
+            masked_BPQ = torch.where(mask_BP1, torch.zeros(()), original_BPQ)
+            masked_BCHW = from_patches(masked_BPQ, patch_size)
+            filled_BPQ = torch.where(mask_BP1, predicted_BPQ, original_BPQ)
+            filled_BCHW = from_patches(filled_BPQ, patch_size)
             for row in (~batch.is_padding_B).nonzero().flatten().tolist():
-                rows.append([pixels(x[row]) for x in (masked, filled, images)])
+                pictures = (masked_BCHW[row], filled_BCHW[row], images_BCHW[row])
+                rows.append([pixels(picture) for picture in pictures])
         return Samples(picture_grid(("masked", "predicted", "original"), rows), [])
 
     def blind_baseline(self) -> MeanPicture:
-        patch, normalise = self.model_config.encoder.patch_size, self.model_config.normalise_pixels
+        """Returns the mean picture, in the units of the loss."""
+        patch_size = self.model_config.encoder.patch_size
+        normalise = self.model_config.normalise_pixels
 
         def targets(images_BCHW: Tensor) -> Tensor:
-            patches_BPQ = to_patches(images_BCHW, patch)
+            patches_BPQ = to_patches(images_BCHW, patch_size)
             return normalised(patches_BPQ) if normalise else patches_BPQ
 
         return MeanPicture(targets)
 
 
 class EncodingTask(TrainingTask):
-    """An image encoder alone, as other projects release it: opened for its features, and to start other models from.
+    """An image encoder alone, as other projects release it.
 
-    There is no loss: the model gives tokens, and no recipe trains it.
+    It is opened for its features, and to start other models from. It has no loss: the model returns
+    tokens, and no recipe trains it.
     """
 
     kind = "encoder"
@@ -194,6 +209,7 @@ class EncodingTask(TrainingTask):
     model_class = ImageEncoder
 
     def make_example(self, *, train: bool) -> ImageExample:
+        """Returns a function that turns raw examples into images."""
         return ImageExample(self.model_config.encoder.image_size, train=train)
 
 
@@ -201,17 +217,22 @@ TASKS: dict[str, type[TrainingTask]] = {
     task.kind: task
     for task in (CaptioningTask, ClassificationTask, MaskedAutoencodingTask, EncodingTask)
 }
-"""By kind of model, as recipes and manifests name it."""
+"""Kind of model, as recipes and manifests name it -> its task."""
 
 
 def make_task(config: RunConfig, root: Path) -> TrainingTask:
-    """The task that `model.kind` names; `root` is the project's root, which paths in recipes are relative to.
+    """Returns the task that `model.kind` names.
+
+    Args:
+        root: the project's root; paths in recipes are relative to it.
 
     Raises:
-        ModelConfigError, DataError: unknown size or field, no tokenizer, values that do not fit together.
+        ModelConfigError, DataError: unknown size or field, no tokenizer, values that do not fit
+            together.
     """
-    data, size, path = config.data, config.model.size, root / config.data.tokenizer
-    overrides = {**config.model.overrides, "image_size": data.image_size}
+    size = config.model.size
+    tokenizer_path = root / config.data.tokenizer
+    overrides = {**config.model.overrides, "image_size": config.data.image_size}
     model_config: Any
     match config.model.kind:
         case "masked_autoencoder":
@@ -219,12 +240,14 @@ def make_task(config: RunConfig, root: Path) -> TrainingTask:
         case "classifier":
             model_config = classifier_config(size, **overrides)
         case "captioner":
-            tokenizer = CaptionTokenizer.from_file(path)
-            special = {
-                name: getattr(tokenizer, name)
-                for name in ("vocab_size", "pad_id", "bos_id", "eos_id")
-            }
+            tokenizer = CaptionTokenizer.from_file(tokenizer_path)
             model_config = captioner_config(
-                size, **overrides, **special, num_tokens=data.num_tokens
+                size,
+                **overrides,
+                vocab_size=tokenizer.vocab_size,
+                pad_id=tokenizer.pad_id,
+                bos_id=tokenizer.bos_id,
+                eos_id=tokenizer.eos_id,
+                num_tokens=config.data.num_tokens,
             )
-    return TASKS[config.model.kind](model_config, size, data, path)
+    return TASKS[config.model.kind](model_config, size, config.data, tokenizer_path)

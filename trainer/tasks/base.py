@@ -1,4 +1,7 @@
-"""What the trainer asks of a kind of model; and pictures of its work, for TensorBoard, the report and `evaluation/`."""
+"""Declares the methods that the trainer needs of a kind of model, and draws pictures of its work.
+
+The pictures are for TensorBoard, the report and `evaluation/`.
+"""
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -29,11 +32,11 @@ _TITLE = 20
 
 
 class Samples(NamedTuple):
-    """What a model makes of some held-out examples.
+    """Holds a model's work on some held-out examples.
 
     Attributes:
-        picture_HWC: one uint8 picture of all of them, a row each.
-        lines: (the model's, the reference) as text, or empty where there is nothing to read.
+        picture_HWC: one uint8 picture, with a row per example.
+        lines: (the model's text, the reference) per example; empty for a model without text.
     """
 
     picture_HWC: np.ndarray
@@ -41,12 +44,12 @@ class Samples(NamedTuple):
 
 
 class TrainingTask:
-    """A kind of model. Everything is a pure function of the recipe.
+    """A kind of model, as a pure function of the recipe.
 
     Attributes:
         model_class: built from `model_config`.
-        loss_name: what the loss is, for people: "caption loss".
-        unit: what one example is, and so the unit of privacy: "one image-text pair".
+        loss_name: names the loss on the console: "caption loss".
+        unit: names one example, and so the unit of privacy: "one image-text pair".
     """
 
     kind: str
@@ -79,32 +82,36 @@ class TrainingTask:
         after: Callable[[nn.Module], None] | None = None,
         one_block: bool = False,
     ) -> VisionModel:
-        """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
+        """Returns the model with fresh weights.
+
+        `model(**inputs)` is loss_B, and `model.blocks()` lists its repeated units.
 
         Args:
-            after: called with every module as soon as its own weights are set; shards models that do not fit one process.
-            one_block: only one of the repeated units in each stack: a twin that fits anywhere, for checks.
+            after: called with every module as soon as its own weights are set; shards models that
+                do not fit one process.
+            one_block: builds only one of the repeated units in each stack: a twin that fits
+                anywhere, for checks.
         """
         config = self.model_config
         if one_block:
-            parts = {part.name: getattr(config, part.name) for part in fields(config)}
-            stacks = {
-                name: replace(part, depth=1)
-                for name, part in parts.items()
-                if hasattr(part, "depth")
-            }
+            stacks = {}
+            for field in fields(config):
+                part = getattr(config, field.name)
+                if hasattr(part, "depth"):
+                    stacks[field.name] = replace(part, depth=1)
             config = replace(config, **stacks)
         return self.model_class.build(config, generator=generator, after=after)
 
     def skeleton(self) -> VisionModel:
-        """The model on the meta device: shapes without weights, for planning."""
+        """Returns the model on the meta device: shapes without weights, for planning."""
         with torch.device("meta"):
             return self.model_class(self.model_config)
 
     def flops_of_an_example(self) -> int:
-        """Counts floating-point operations of one example's forward and backward without privacy, for utilisation.
+        """Counts the floating-point operations of one example without privacy, for utilisation.
 
-        Those of matrix products and attention are counted, on shapes alone; a product of two numbers and its sum are two.
+        Matrix products and attention of forward and backward are counted, on shapes alone; a
+        product of two numbers and its sum are two operations.
         """
         inputs = {name: x.to("meta") for name, x in self.synthetic_inputs(1).items()}
         with FlopCounterMode(display=False) as counter:
@@ -112,34 +119,44 @@ class TrainingTask:
         return int(counter.get_total_flops())
 
     def make_example(self, *, train: bool) -> MakeExample:
-        """Turns raw examples into arrays; with augmentation, masks and the like from the example's own key for training."""
+        """Returns a function that turns raw examples into arrays.
+
+        Augmentation and masks of training come from the example's own key.
+        """
         raise NotImplementedError
 
     def padding(self) -> dict[str, Tensor]:
-        """Returns the row that stands where there is no example, (1, ...) by input."""
+        """Returns the inputs of one row of padding, by name, (1, ...) each."""
         return dict(stack_examples([], self.make_example(train=True), 1).inputs)
 
     def synthetic_inputs(self, count: int) -> dict[str, Tensor]:
-        """`count` made-up examples as the model takes them, for checks before any data is touched."""
-        generator, side = torch.Generator().manual_seed(0), self.model_config.encoder.image_size
+        """Returns `count` made-up examples as the model takes them, for checks without data."""
+        generator = torch.Generator().manual_seed(0)
+        side = self.model_config.encoder.image_size
         images_BCHW = torch.randn(count, 3, side, side, generator=generator)
         return {"images_BCHW": images_BCHW, **self._targets(count, generator)}
 
     def _targets(self, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """What belongs to `count` made-up images: all other inputs of the model."""
+        """Returns all inputs of the model but the images, for `count` made-up images."""
         return {}
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says about the model; enough to build it again."""
+        """Returns the facts of a checkpoint's manifest from which the model can be built again."""
         return {"model": model_facts(self.model_config, self._size)}
 
     def heldout_values(self, engine: Engine, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What held-out evaluation averages over examples: (B,) by name, "loss" among them. Collective, as `samples`."""
+        """Returns the values that held-out evaluation averages: (B,) by name, with "loss".
+
+        Collective, as `samples`.
+        """
         return {"loss": engine.module(**inputs)}
 
     @torch.no_grad()
     def samples(self, engine: Engine, batches: Iterable[Batch]) -> Samples:
-        """Shows the model's work on held-out examples. Collective: sharded engines gather weights in every forward."""
+        """Shows the model's work on held-out examples.
+
+        Collective, since sharded engines gather weights in every forward.
+        """
         images: list[np.ndarray] = []
         lines: list[tuple[str, str]] = []
         for batch in batches:
@@ -150,20 +167,23 @@ class TrainingTask:
         return Samples(contact_sheet(images, lines), lines)
 
     def answers(self, engine: Engine, inputs: dict[str, Tensor]) -> list[tuple[str, str]]:
-        """What the model says of each example, and the reference; for `samples` of models that speak."""
+        """Returns the model's text for each example, and the reference; `samples` shows them.
+
+        A model without text overrides `samples`.
+        """
         raise NotImplementedError
 
     def blind_baseline(self) -> BlindBaseline:
-        """What one gets on this task's held-out examples without a model."""
+        """Returns a baseline that scores this task's held-out examples without a model."""
         raise TypeError(f"{self.kind} has no loss, and so nothing to compare one with")
 
 
 def pixels(image_CHW: Tensor) -> np.ndarray:
-    """(H, W, 3) uint8 of a normalised image."""
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (IMAGENET_MEAN, IMAGENET_STD))
-    return (
-        ((image_CHW.float() * std + mean).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-    )
+    """Returns the (H, W, 3) uint8 pixels of a normalised image."""
+    mean = torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
+    std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
+    brightness_CHW = (image_CHW.float() * std + mean).clamp(0, 1) * 255
+    return brightness_CHW.round().byte().permute(1, 2, 0).numpy()
 
 
 def contact_sheet(
@@ -173,36 +193,40 @@ def contact_sheet(
     side: int = SIDE,
     text_width: int = 480,
 ) -> np.ndarray:
-    """One picture (H, W, 3 uint8): a row per (H, W, 3 uint8) image with the model's caption and the reference."""
+    """Returns one picture with a row per image, beside the model's caption and the reference.
+
+    Picture and images are (H, W, 3) uint8.
+    """
     sheet = Image.new("RGB", (side + text_width, (side + GAP) * len(images)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
-    for row, (image, (generated, reference)) in enumerate(zip(images, lines, strict=True)):
-        top = row * (side + GAP)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=14)
+    text_left = side + 12
+    top = 0
+    for image, (generated, reference) in zip(images, lines, strict=True):
         sheet.paste(_shown(image, side), (0, top))
-        draw.text(
-            (side + 12, top + 8),
-            "model:\n" + _wrapped(generated or "(empty)"),
-            fill="black",
-            font=font,
-        )
-        draw.text(
-            (side + 12, top + side // 2 + 8),
-            "reference:\n" + _wrapped(reference),
-            fill="dimgray",
-            font=font,
-        )
+        caption = "model:\n" + _wrapped(generated or "(empty)")
+        draw.text((text_left, top + 8), caption, fill="black", font=font)
+        reference_text = "reference:\n" + _wrapped(reference)
+        draw.text((text_left, top + side // 2 + 8), reference_text, fill="dimgray", font=font)
+        top += side + GAP
     return np.asarray(sheet)
 
 
 def picture_grid(
     titles: Sequence[str], rows: Sequence[Sequence[np.ndarray]], *, side: int = SIDE
 ) -> np.ndarray:
-    """One picture (H, W, 3 uint8): rows of (H, W, 3 uint8) images under the titles of their columns; (0, 0, 3) for none."""
+    """Returns one picture with rows of images under the titles of their columns.
+
+    Picture and images are (H, W, 3) uint8; without rows the picture is (0, 0, 3).
+    """
     if not rows:
         return np.zeros((0, 0, 3), np.uint8)
     cell = side + GAP
-    sheet = Image.new("RGB", (cell * len(titles) + GAP, cell * len(rows) + _TITLE + GAP), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
+    width = cell * len(titles) + GAP
+    height = cell * len(rows) + _TITLE + GAP
+    sheet = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(size=14)
     for column, title in enumerate(titles):
         draw.text((GAP + cell * column, GAP // 2), title, fill="black", font=font)
     for number, row in enumerate(rows):
@@ -212,11 +236,15 @@ def picture_grid(
 
 
 def _shown(image_HWC: np.ndarray, side: int) -> Image.Image:
-    """Small images keep their pixels: what is blurred is then the model's doing."""
-    smaller = max(image_HWC.shape[:2]) <= side
-    how = Image.Resampling.NEAREST if smaller else Image.Resampling.LANCZOS
-    return Image.fromarray(image_HWC).resize((side, side), how)
+    """Returns the image at (side, side) pixels.
+
+    A small image is not interpolated: so a blur that a reader sees is the model's.
+    """
+    is_small = max(image_HWC.shape[:2]) <= side
+    resampling = Image.Resampling.NEAREST if is_small else Image.Resampling.LANCZOS
+    return Image.fromarray(image_HWC).resize((side, side), resampling)
 
 
 def _wrapped(text: str) -> str:
+    """Returns the first three lines of a text, wrapped at 48 letters."""
     return "\n".join(textwrap.wrap(text, 48)[:3])

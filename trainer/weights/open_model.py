@@ -18,7 +18,7 @@ from models.config import CaptionerConfig
 from models.converters.native import config_from_facts
 from privacy.checkpoints.read import MANIFEST, Checkpoint, file_digest, open_checkpoint
 from privacy.files.toml_text import read_toml
-from trainer.config.recipe import DataSection, validated
+from trainer.config.recipe import DataSection, validate_section
 from trainer.errors import ConfigError
 from trainer.tasks import TASKS, TrainingTask
 from trainer.weights.provenance import proof_of
@@ -109,7 +109,7 @@ def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
     data = DataSection(shards="")  # fields of examples; no shards are read by it
     if run is not None:
         path = run / "config.toml"
-        data = validated(
+        data = validate_section(
             DataSection,
             read_toml(path, "recipe", "restore it from a copy").get("data", {}),
             f"{path}: [data]",
