@@ -533,10 +533,15 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
             *arguments("vip"),
         ),
         "there is no weight file": ("--import", "vip", none, out, *arguments("vip")),
-        "is no folder that transformers saved": ("--import", "hf", full, out),
-        "is no exported model": ("--import", "safetensors", full, out),
+        "is not a folder that transformers saved": ("--import", "hf", full, out),
+        "is not an exported model": ("--import", "safetensors", full, out),
         "lacks norm.bias": ("--import", "vip", broken, out, *arguments("vip")),
-        "give --size, which states what no tensor tells": ("--import", "vip", broken, out),
+        "give --size, e.g. vip_base, because tensors do not state all of a model": (
+            "--import",
+            "vip",
+            broken,
+            out,
+        ),
     }.items():
         assert line in command(*told, code=2)
     assert not out.exists() and [p.name for p in (tmp_path / "full").iterdir()] == ["kept"]

@@ -162,7 +162,7 @@ def test_what_no_tensor_tells_is_asked_for(tmp_path: Path) -> None:
     """An official file states no model, an encoder alone not even whose; folders state theirs."""
     for kind in ("vip", "dpcap"):
         with pytest.raises(
-            WeightsError, match=f"give --size, which states what no tensor tells, as {kind}_base"
+            WeightsError, match=f"give --size, e.g. {kind}_base, because tensors do not state all"
         ):
             read_foreign(kind, tmp_path / "x")  # type: ignore[arg-type]
     for left_out in ("encoder_num_heads", "encoder_norm_eps"):
@@ -276,7 +276,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(WeightsError, match="not a torch file") as error:
         read_weights(path)
     assert "\n" not in str(error.value)
-    with pytest.raises(WeightsError, match="no safetensors file"):
+    with pytest.raises(WeightsError, match="not a safetensors file"):
         read_weights(path.rename(tmp_path / "x.safetensors"))
     for held, line in (
         ({"model": {"a": 3}}, "entry 'a' is a int"),
