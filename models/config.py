@@ -225,8 +225,8 @@ class CaptionerConfig:
         check_fields(self)
         if not 2 <= self.num_tokens <= MAX_TOKENS:
             raise ModelConfigError(
-                "num_tokens must be at least 2 (first and last token) and at most "
-                f"{MAX_TOKENS:,}, got {self.num_tokens}"
+                f"num_tokens must be at least 2 (first and last token) and at most {MAX_TOKENS:,}, "
+                f"got {self.num_tokens}"
             )
         if not 0 <= self.parallel_share <= 1:
             raise ModelConfigError(
@@ -278,8 +278,8 @@ class MaskedAutoencoderConfig:
         if not 0 < self.num_visible < self.encoder.num_patches:
             raise ModelConfigError(
                 f"mask_ratio {self.mask_ratio} leaves {self.num_visible} of "
-                f"{self.encoder.num_patches} patches visible; "
-                "at least one must be visible and one masked"
+                f"{self.encoder.num_patches} patches visible; at least one must be visible and one "
+                "masked"
             )
 
     @property

@@ -71,8 +71,8 @@ def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tens
     if not encoder.qkv_bias or encoder.norm_eps != decoder.norm_eps:
         raise WeightsError(
             "transformers' ViTMAEForPreTraining has one layer_norm_eps and one qkv_bias for "
-            "encoder and decoder; this masked "
-            "autoencoder's differ: --format safetensors writes all of it, --format timm its encoder"
+            "encoder and decoder; this masked autoencoder's differ: --format safetensors writes "
+            "all of it, --format timm its encoder"
         )
     config = {
         **_vit_config(encoder, "vit_mae", "ViTMAEForPreTraining"),
@@ -217,7 +217,6 @@ def _fact(facts: Mapping[str, Any], name: str, kind: type, folder_name: str) -> 
     if not isinstance(value, kind) or (isinstance(value, int) and kind is int and value < 1):
         raise WeightsError(
             f"{folder_name}: {CONFIG} states {name} = {value!r}, but a {kind.__name__} is needed, "
-            "which no tensor tells: add it "
-            "as in the code that trained the model"
+            "which no tensor tells: add it as in the code that trained the model"
         )
     return value

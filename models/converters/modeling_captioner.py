@@ -103,9 +103,9 @@ class ExportedCaptioner(PreTrainedModel):
         config: Any = self.captioner.config
         if not bool((input_ids[:, 0] == config.bos_id).all()):
             raise ValueError(
-                f"every row of input_ids must begin with the start token ({config.bos_id}), as "
-                "the tokenizer next to these "
-                "weights writes it (with its special tokens, padded on the right)"
+                f"every row of input_ids must begin with the start token ({config.bos_id}), as the "
+                "tokenizer next to these weights writes it (with its special tokens, padded on "
+                "the right)"
             )
         mask = input_ids != config.pad_id
         if attention_mask is not None:

@@ -98,8 +98,7 @@ def from_vip(
         ways = " and ".join(f"--override {name}=..." for name in missing)
         raise WeightsError(
             f"{source} is an encoder alone, of any project: state {ways} as in the code that "
-            "trained it, which must have the exact "
-            "GELU (docs/models.md)"
+            "trained it, which must have the exact GELU (docs/models.md)"
         )
     encoder_config = with_overrides(EncoderConfig(encoder=named_size(ENCODERS, size)), overrides)
     encoder = encoder_config.encoder

@@ -65,8 +65,8 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
                 return read_weights(path / name, key)
         raise WeightsError(
             f"{path} holds no model.safetensors or pytorch_model.bin; for a folder of "
-            "torch.distributed.checkpoint run "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE"
+            "torch.distributed.checkpoint run python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {path} FILE"
         )
     if not path.is_file():
         raise WeightsError(f"there is no weight file {path}")
@@ -107,8 +107,7 @@ def _read_torch(path: Path) -> object:
         reason = lines[0] if lines else "it is damaged"
         raise WeightsError(
             f"{path} is not a torch file of plain tensors ({reason[:200]}), so it is not loaded: "
-            "it could run code. If you "
-            "trust it, save its tensors as .safetensors"
+            "it could run code. If you trust it, save its tensors as .safetensors"
         ) from error
     except MemoryError:
         raise
@@ -173,8 +172,8 @@ def rename(
             parts.append(part.to(torch.float32))
             if not bool(parts[-1].isfinite().all()):
                 raise WeightsError(
-                    f"{source}: {name} holds NaN or infinity (or values beyond fp32): its "
-                    "training had failed"
+                    f"{source}: {name} holds NaN or infinity (or values beyond fp32): its training "
+                    "had failed"
                 )
         # `cat` copies a single part too, so that the file's tensors stay unchanged.
         renamed[ours] = torch.cat(parts).contiguous()

@@ -87,7 +87,7 @@ def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: P
     assert f"epsilon {rounded_up(epsilon)} at delta 1e-05, from its ledger" in said
     readme = (out / "README.md").read_text()
     assert f"formal_guarantee: true, epsilon {rounded_up(epsilon)} at delta 1e-05" in readme
-    for words_of_it in ("## Privacy card", "initialised at random", "no VisionEncoderDecoderModel"):
+    for words_of_it in ("## Privacy card", "initialised at random", "not a VisionEncoderDecoderModel"):
         assert words_of_it in readme
     assert json.loads((out / "privacy_card.json").read_text())["epsilon"] == pytest.approx(epsilon)
     about = json.loads((out / "config.json").read_text())["about"]
@@ -523,7 +523,7 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "model size 'vip_huge'": ("--import", "vip", broken, out, "--size", "vip_huge"),
         "unknown model field 'heads'": (*nano, "--override", "heads=2"),
         "depth must be a int, got ''": (*nano, "--override", "encoder_depth"),
-        "is there and not empty": (*hf, full),
+        "exists and is not empty": (*hf, full),
         "neither a checkpoint nor a run folder": ("--checkpoint", none, "--format", "hf", out),
         "holds no model.safetensors or pytorch_model.bin": (
             "--import",
