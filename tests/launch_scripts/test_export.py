@@ -435,7 +435,7 @@ def test_folders_of_other_programs(way: str, command: Run, tmp_path: Path) -> No
     folder = tmp_path / "theirs"
     folder.mkdir()
     FOLDERS[way](vip_file(), folder)
-    with pytest.raises(ConfigError, match=r"no checkpoint of this project.*--import"):
+    with pytest.raises(ConfigError, match=r"weights of another form.*--import"):
         find_checkpoint(InitSection(checkpoint=str(folder)), ROOT)
     command("--import", "vip", folder, tmp_path / "mae", *arguments("vip"))
     own = dict(
