@@ -1,1 +1,1 @@
-"""Scaling studies: a grid of runs from one TOML file, resumed after any interruption, and compared."""
+"""Scaling studies: grids of runs from one TOML file, resumed after interruptions, and compared."""
