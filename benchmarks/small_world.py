@@ -61,7 +61,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from data.synthetic import scenes as w  # noqa: E402
+from data.synthetic import scenes  # noqa: E402
 from data.synthetic.scenes import WORDS, Pool, Scenes, from_ink, pool, pools  # noqa: E402
 from evaluation.few_shot import few_shot_probe, interval, split  # noqa: E402
 from models.captioner import build_captioner  # noqa: E402
@@ -122,15 +122,18 @@ ARMS = {
     "long_non_private": replace(LONG, ratio=None),
     "vip": VIP,
     "vip_published": replace(VIP, epsilon=None, ratio=PUBLISHED),
-    **{f"ratio_batch_{b}": Arm(ratio=1.1e-3, batch=b, steps=300) for b in (100, 200, 400, 800)},
+    **{
+        f"ratio_batch_{size}": Arm(ratio=1.1e-3, batch=size, steps=300)
+        for size in (100, 200, 400, 800)
+    },
     **{
         f"vip_ratio_batch_{b}": replace(
             VIP, epsilon=None, starts=False, ratio=1.1e-3, batch=b, steps=300
         )
         for b in (100, 800)
     },
-    **{f"width_{w}": replace(DPCAP, starts=False, width=w) for w in (32, 96)},
-    **{f"epsilon_{e}": replace(DPCAP, epsilon=float(e)) for e in (1, 2, 4)},
+    **{f"width_{width}": replace(DPCAP, starts=False, width=width) for width in (32, 96)},
+    **{f"epsilon_{epsilon}": replace(DPCAP, epsilon=float(epsilon)) for epsilon in (1, 2, 4)},
 }
 CLAIMS = {
     "a": (
@@ -236,7 +239,8 @@ def heldout_scores(
     losses = []
     for x, t in zip(normalised(images).split(250), tokens.split(250), strict=True):
         logits = model(x, t, output="logits")[:, :-1]
-        right_parts.append((logits.argmax(-1) == t[:, 1:]) | (t[:, 1:] == 0))
+        targets = t[:, 1:]
+        right_parts.append((logits.argmax(-1) == targets) | (targets == 0))
         losses.append(model(x, t, t > 0))
     right = torch.cat(right_parts)
     is_right = right.numpy()
@@ -247,13 +251,17 @@ def heldout_scores(
         "blind_loss": blind_line.values()["blind_loss"],
     }
     letters = [word for word in WORDS if len(word) == 1 and word != "a"]
-    vocabularies = {"colour": list(w.COLOURS), "clothes": list(w.CLOTHES), "letter": letters}
+    vocabularies = {
+        "colour": list(scenes.COLOURS),
+        "clothes": list(scenes.CLOTHES),
+        "letter": letters,
+    }
     for name, vocabulary in vocabularies.items():
         scores[name] = float(is_right[np.isin(caption_words, vocabulary)].mean())
     scores["exact"] = float(is_exact.mean())
     if among == "new":
         # A fixed eighth of the pairs of kind and colour is in no training.
-        is_left_out = w.is_left_out(sprites.number[placed.kind], placed.colour)[:, 0]
+        is_left_out = scenes.is_left_out(sprites.number[placed.kind], placed.colour)[:, 0]
         is_left_out = is_left_out & (placed.number == 1)
         scores["exact, left-out pairs"] = float(is_exact[is_left_out].mean())
     return scores
@@ -264,7 +272,8 @@ def rate_at(arm: Arm, step: int) -> float:
     warm = max(1, arm.steps // 20)
     if step <= warm:
         return arm.rate * step / warm
-    return arm.rate * 0.5 * (1 + math.cos(math.pi * (step - warm) / (arm.steps - warm)))
+    angle = math.pi * (step - warm) / (arm.steps - warm)
+    return arm.rate * 0.5 * (1 + math.cos(angle))
 
 
 @cache
@@ -414,7 +423,8 @@ def judges(
 
     world = Scenes(world.seed, world.size, 1, world.clutter)
     pixels, digit = load_digits(return_X_y=True)
-    ink = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8).repeat(3, 1).repeat(3, 2)
+    grey = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    ink = grey.repeat(3, 1).repeat(3, 2)
     digit_sprites = {}
     for number in range(10):
         sprites = [from_ink(drawing, 1.0) for drawing in ink[digit == number]]
@@ -423,16 +433,20 @@ def judges(
     sets: dict[str, tuple[Labelled, Labelled]] = {}
 
     def add_scenes(name: str, among: Pool, number: int, label: Callable[[Any], np.ndarray]) -> None:
-        # Forty kinds need twice the pictures.
-        count = train * (1 + (len(among.names) == 40))
+        # Clip art has forty kinds.
+        count = 2 * train if len(among.names) == 40 else train
         index = np.arange(count + test) + JUDGED + seed * 10**7 + number * 10**5
         placed = world.placements(index, among)
         x = world.render(placed, among)
         y = label(placed)
-        sets[name] = (x[:count], y[:count]), (x[count:], y[count:])
+        to_fit = (x[:count], y[:count])
+        to_test = (x[count:], y[count:])
+        sets[name] = (to_fit, to_test)
 
     def place(placed: Any) -> np.ndarray:
-        return 3 * w.third_of(placed.y[:, 0]) + w.third_of(placed.x[:, 0])
+        row = scenes.third_of(placed.y[:, 0])
+        column = scenes.third_of(placed.x[:, 0])
+        return 3 * row + column
 
     kinds = {name: pools()[name] for name in ("clothes", "letters", "clip art")}
     for number, (name, among) in enumerate({**kinds, "digits": digits}.items()):
@@ -443,13 +457,17 @@ def judges(
     for name, among in centred.items():
         sprite = among.pictures.float()
         y = np.repeat(np.arange(len(among.names)), np.diff(among.first))
-        paper = 1 - sprite[:, 3:] + 0.2 * (1 - sprite[:, :3]) * sprite[:, 3:]
+        colour = sprite[:, :3]
+        opacity = sprite[:, 3:]
+        paper = 1 - opacity + 0.2 * (1 - colour) * opacity
         framed = nn.functional.pad(paper.clamp(0, 1), (2, 2, 2, 2), value=1.0)
         x = (framed * 255).round().to(torch.uint8)
-        to_fit = split(y, (np.bincount(y).min() + 1) // 2, seed)
-        rest = np.setdiff1d(np.arange(len(y)), to_fit)
-        to_test = np.random.default_rng(seed).permutation(rest)[:test]
-        sets[f"{name} centred"] = (x[to_fit], y[to_fit]), (x[to_test], y[to_test])
+        fit_rows = split(y, (np.bincount(y).min() + 1) // 2, seed)
+        other_rows = np.setdiff1d(np.arange(len(y)), fit_rows)
+        test_rows = np.random.default_rng(seed).permutation(other_rows)[:test]
+        to_fit = (x[fit_rows], y[fit_rows])
+        to_test = (x[test_rows], y[test_rows])
+        sets[f"{name} centred"] = (to_fit, to_test)
     return sets
 
 

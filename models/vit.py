@@ -70,10 +70,8 @@ class VisionTransformer(nn.Module):
         config = self.config
         expected = (config.num_channels, config.image_size, config.image_size)
         if images_BCHW.dim() != 4 or tuple(images_BCHW.shape[1:]) != expected:
-            raise ValueError(
-                f"images must have shape (B, {', '.join(map(str, expected))}), got "
-                f"{images_BCHW.shape}"
-            )
+            sizes = ", ".join(map(str, expected))
+            raise ValueError(f"images must have shape (B, {sizes}), got {images_BCHW.shape}")
         images_BCHW = images_BCHW.to(self.patch_embedding.weight.dtype)
         patches_BPD = self.patch_embedding(images_BCHW).flatten(2).transpose(1, 2)
         class_token_B1D = self.class_token.expand(patches_BPD.shape[0], -1, -1)

@@ -271,14 +271,16 @@ def measure_text(trees: Iterable[ast.Module], code: int) -> dict[str, Any]:
     num_expressions = sum(isinstance(node, ast.expr) for node in nodes)
     num_tuples = sum(map(sets_a_tuple, nodes))
     vague = Counter(name for name in names if name in NO_NOUNS.split())
+    density = 1 + num_expressions / len(statements)
     percent_large = 100 * sum(size > 20 for size in sizes) / len(sizes)
     percent_vague = 100 * vague.total() / len(names)
     percent_without_verb = 100 * num_without_verb / max(1, len(docstrings))
+    num_closures = sum(count_of(node, Function) - 1 for node in functions)
     return {
         "statements": len(statements),
-        "expressions_and_statements_per_statement": round(1 + num_expressions / len(statements), 2),
+        "expressions_and_statements_per_statement": round(density, 2),
         "percent_of_simple_statements_with_over_20_expressions": round(percent_large, 2),
-        "closures": sum(count_of(node, Function) - 1 for node in functions),
+        "closures": num_closures,
         "lambdas": sum(isinstance(node, ast.Lambda) for node in nodes),
         "percent_of_names_that_are_no_nouns": round(percent_vague, 2),
         "names_that_are_no_nouns": dict(vague.most_common(12)),
@@ -348,27 +350,26 @@ def measure(root: Path) -> dict[str, Any]:
             num_words += len(text.split())
     recipe_modules = ("trainer.config", "privacy.")
     recipe_trees = [tree for module, tree in trees.items() if module.startswith(recipe_modules)]
+    sizes = {
+        "lines": sum(text.count("\n") for text in source.values()),
+        "code": num_code,
+        "docstrings_and_comments_per_line_of_code": round(num_filled / num_code - 1, 3),
+        "templates_scripts_notebooks": num_other_lines,
+        "files": len(source),
+        "verify.py": source["privacy/verify.py"].count("\n"),
+        "functions": len(lengths),
+        "median_function_length": statistics.median(lengths),
+    }
+    median = statistics.median(num_files_of_field.values())
     return {
-        "source": {
-            "lines": sum(text.count("\n") for text in source.values()),
-            "code": num_code,
-            "docstrings_and_comments_per_line_of_code": round(num_filled / num_code - 1, 3),
-            "templates_scripts_notebooks": num_other_lines,
-            "files": len(source),
-            "verify.py": source["privacy/verify.py"].count("\n"),
-            "functions": len(lengths),
-            "median_function_length": statistics.median(lengths),
-        },
+        "source": sizes,
         "tests": lines_of_tests(tests),
         "text": measure_text(trees.values(), num_code),
         "files_to_touch_for_a_clipping_function": num_to_touch,
         "words_of_pages": num_words,
         "root_files": sum("/" not in name for name in files),
         "recipe_keys": len(recipe_keys(recipe_trees)),
-        "source_files_that_name_a_plan_field": {
-            "median": statistics.median(num_files_of_field.values()),
-            **dict(fields_by_count),
-        },
+        "source_files_that_name_a_plan_field": {"median": median, **dict(fields_by_count)},
         "import_circle": import_circle(import_graph(trees)),
         "lines_per_room": dict(sorted(rooms.items())),
     }

@@ -131,14 +131,15 @@ class ExportedCaptioner(PreTrainedModel):
                 ** length_penalty.
         """
         config: Any = self.captioner.config
-        tokens: Tensor = self._search.beam_captions(
+        captions = self._search.beam_captions(
             self.captioner,
             pixel_values.to(self.dtype),
             max_tokens=max_new_tokens or config.num_tokens - 1,
             num_beams=num_beams,
             length_penalty=length_penalty if num_beams > 1 else 0.0,
-        ).tokens_BL
-        return tokens
+        )
+        tokens_BL: Tensor = captions.tokens_BL
+        return tokens_BL
 
 
 @contextmanager

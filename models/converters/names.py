@@ -29,7 +29,8 @@ def theirs(ours: str, names: Names) -> list[str]:
 def _blocks(ours: str, theirs: str, layers: Names) -> dict[str, str]:
     table = {}
     for layer, names in layers.items():
-        table[f"{ours}.{{}}.{layer}"] = " ".join(f"{theirs}.{{}}.{name}" for name in names.split())
+        their_layers = [f"{theirs}.{{}}.{name}" for name in names.split()]
+        table[f"{ours}.{{}}.{layer}"] = " ".join(their_layers)
     return table
 
 

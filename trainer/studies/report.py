@@ -173,18 +173,13 @@ class Group:
         spread: tuple[float | None, ...] = (None, None, None)
         if losses:
             spread = (statistics.fmean(losses), min(losses), max(losses))
-        return [
-            *(cell(label) for label in self.labels.values()),
-            str(plan.expected_batch_size),
-            str(plan.num_steps),
-            f"{plan.noise_multiplier:.4g}",
-            f"{plan.noise_multiplier / plan.expected_batch_size:.3g}",
-            spent,
-            *map(_loss, spread),
-            _loss(self.blind_loss),
-            distance,
-            str(len(losses)),
-        ]
+        noise_over_batch = plan.noise_multiplier / plan.expected_batch_size
+        cells = [cell(label) for label in self.labels.values()]
+        cells += [str(plan.expected_batch_size), str(plan.num_steps)]
+        cells += [f"{plan.noise_multiplier:.4g}", f"{noise_over_batch:.3g}", spent]
+        cells += map(_loss, spread)
+        cells += [_loss(self.blind_loss), distance, str(len(losses))]
+        return cells
 
     def curve(self) -> list[tuple[int, float, float, float]]:
         """Returns (step, mean, least, largest) of the held-out loss, at steps of every seed."""
