@@ -47,12 +47,12 @@ class VisionModel(nn.Module):
         *,
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
-        after: Callable[[nn.Module], None] | None = None,
+        module_hook: Callable[[nn.Module], None] | None = None,
     ) -> Self:
         """Returns a model with initialised weights, each drawn once (see `init_weights`)."""
         with torch.device("meta"):
             model = cls(config)
-        model.init_weights(generator, device=device, after=after)
+        model.init_weights(generator, device=device, module_hook=module_hook)
         return model
 
     def start_at_zero(self) -> Collection[nn.Module]:
@@ -65,7 +65,7 @@ class VisionModel(nn.Module):
         generator: torch.Generator | None = None,
         *,
         device: torch.device | str = "cpu",
-        after: Callable[[nn.Module], None] | None = None,
+        module_hook: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """Overwrites all parameters and recomputes all fixed buffers, in the order of the modules.
 
@@ -77,7 +77,7 @@ class VisionModel(nn.Module):
                 Numbers are drawn in float32 on the generator's device and copied, so that dtype and
                 device of the model do not matter.
             device: where parameters and buffers of the meta device get their memory.
-            after: called with every module as soon as its own parameters (not those of its
+            module_hook: called with every module as soon as its own parameters (not those of its
                 children) are set, e.g. to shard them; it must not draw from the generator.
         """
         first_owners: dict[int, tuple[nn.Module, str]] = {}
@@ -102,8 +102,8 @@ class VisionModel(nn.Module):
                 module.get_parameter("weight").zero_()
             for name, (owner, first_name) in borrowed_parameters.items():
                 module.register_parameter(name, owner.get_parameter(first_name))
-            if after is not None:
-                after(module)
+            if module_hook is not None:
+                module_hook(module)
 
     def _init_unless_meta(self) -> None:
         """Initialises the model, unless it is on the meta device, where tensors have no memory."""

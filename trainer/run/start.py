@@ -220,7 +220,7 @@ class TrainerStart:
             self.engine_name, self.machine, self.device, config.train.micro_batch_size
         )
         self.model = self.task.build(
-            torch.Generator().manual_seed(config.train.seed), after=self.shard
+            torch.Generator().manual_seed(config.train.seed), module_hook=self.shard
         )
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         if frozen and config.init is None:

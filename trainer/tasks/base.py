@@ -76,13 +76,13 @@ class TrainingTask:
         self,
         generator: torch.Generator,
         *,
-        after: Callable[[nn.Module], None] | None = None,
+        module_hook: Callable[[nn.Module], None] | None = None,
         one_block: bool = False,
     ) -> VisionModel:
         """The model with fresh weights; `model(**inputs)` is loss_B and `model.blocks()` its repeated units.
 
         Args:
-            after: called with every module as soon as its own weights are set; shards models that do not fit one process.
+            module_hook: called with every module as soon as its own weights are set; shards models that do not fit one process.
             one_block: only one of the repeated units in each stack: a twin that fits anywhere, for checks.
         """
         config = self.model_config
@@ -94,7 +94,7 @@ class TrainingTask:
                 if hasattr(part, "depth")
             }
             config = replace(config, **stacks)
-        return self.model_class.build(config, generator=generator, after=after)
+        return self.model_class.build(config, generator=generator, module_hook=module_hook)
 
     def skeleton(self) -> VisionModel:
         """The model on the meta device: shapes without weights, for planning."""
