@@ -69,7 +69,7 @@ from trainer.run.datasets import (
 )
 from trainer.run.ledger import open_run_ledger, require_places
 from trainer.tasks import TrainingTask, make_task
-from trainer.weights.provenance import Start
+from trainer.weights.provenance import Initialisation
 from trainer.weights.start import (
     find_checkpoint,
     initialisation_facts,
@@ -315,7 +315,7 @@ class TrainerStart:
         facts = first_on_main(lambda: initialisation_facts(config, checkpoint, self.table))
 
         def find_ledgers() -> None:
-            start = Start.of({"initialisation": facts})
+            start = Initialisation.of({"initialisation": facts})
             self.behind = ledgers_behind(checkpoint, start, is_private=config.privacy.enabled)
             if init.disjoint_data and self.behind:
                 require_disjoint(checkpoint, self.table)

@@ -25,7 +25,7 @@ from privacy.checkpoints.read import FORMAT, MANIFEST, file_digest, sealed
 from trainer.errors import ConfigError
 from trainer.weights import Provenance, new_folder
 from trainer.weights.open_model import TOKENIZER
-from trainer.weights.provenance import IMPORTED, Start
+from trainer.weights.provenance import IMPORTED, Initialisation
 
 UNATTESTED = "imported: what its authors claim of its privacy is not attested by a ledger"
 
@@ -158,7 +158,7 @@ def _training_data(
     exported_data = exported_data if isinstance(exported_data, dict) else {}
     # An import loses the proof of a guarantee that a run behind it had, so its private data make
     # all of it private.
-    starts = Start.of(exported).chain()
+    starts = Initialisation.of(exported).chain()
     declared = exported_data.get("provenance")
     is_known = declared in get_args(Provenance)
     if not is_known or any(start.training_data == "private" for start in starts):

@@ -19,7 +19,7 @@ from privacy.ledger.records import LedgerState
 IMPORTED = "imported"
 
 
-class Spent(BaseModel):
+class Spending(BaseModel):
     """The epsilon and delta of one earlier run, by its own ledger alone."""
 
     model_config = ConfigDict(frozen=True)
@@ -28,7 +28,7 @@ class Spent(BaseModel):
     delta: float = Field(ge=0)
 
 
-class Start(BaseModel):
+class Initialisation(BaseModel):
     """The start of a run's weights, as the `initialisation` of a manifest states it.
 
     Attributes:
@@ -46,25 +46,25 @@ class Start(BaseModel):
     run: str | None = None
     step: int | None = None
     training_data: str | None = None
-    guarantee: Spent | None = None
+    guarantee: Spending | None = None
     at_random: tuple[str, ...] = ()
-    before_that: "Start | None" = None
+    before_that: "Initialisation | None" = None
     format: str | None = None
     file: str | None = None
     sha256: str | None = None
     claim: str | None = None
 
     @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> "Start":
+    def of(cls, manifest: Mapping[str, Any]) -> "Initialisation":
         """Returns the start that a manifest states; without a kind if it is missing or invalid."""
         try:
             return cls.model_validate(manifest.get("initialisation"))
         except ValidationError:
             return cls()
 
-    def chain(self) -> Iterator["Start"]:
+    def chain(self) -> Iterator["Initialisation"]:
         """Yields this start and the earlier ones, the newest first."""
-        start: Start | None = self
+        start: Initialisation | None = self
         while start is not None:
             yield start
             start = start.before_that
@@ -72,10 +72,10 @@ class Start(BaseModel):
 
 def initialisation_statement(manifest: Mapping[str, Any]) -> str:
     """Returns the start of a manifest's weights in one or two sentences."""
-    return _statement(Start.of(manifest))
+    return _statement(Initialisation.of(manifest))
 
 
-def _statement(start: Start) -> str:
+def _statement(start: Initialisation) -> str:
     if start.kind == "random":
         return "None: the model was initialised at random."
     if start.kind == IMPORTED:

@@ -26,7 +26,7 @@ from privacy.ranks.collectives import say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
-from trainer.weights.provenance import IMPORTED, Start, proof_of
+from trainer.weights.provenance import IMPORTED, Initialisation, proof_of
 
 _HASH_DIGITS = 16
 
@@ -115,8 +115,8 @@ def initialisation_facts(
     if config.privacy.enabled:
         # Every link of the chain of starts is checked: private data count only with a guarantee
         # that a ledger proves.
-        first = Start()
-        for link in Start.of({"initialisation": facts}).chain():
+        first = Initialisation()
+        for link in Initialisation.of({"initialisation": facts}).chain():
             first = link
             if link.kind != "checkpoint":
                 break
@@ -280,7 +280,9 @@ def _first_difference(
     return None
 
 
-def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[LedgerBehind]:
+def ledgers_behind(
+    checkpoint: Checkpoint, start: Initialisation, *, is_private: bool
+) -> list[LedgerBehind]:
     """Returns the ledgers of all private runs that made a checkpoint's weights, newest first.
 
     Every attempt in them is charged.
