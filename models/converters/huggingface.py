@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.config import EncoderConfig, MaskedAutoencoderConfig, PixelDecoderConfig, VitConfig
 from models.converters.names import HUGGINGFACE
-from models.converters.native import encoder_as, parameters_from, with_tables
+from models.converters.native import encoder_tensors, parameters_from, parameters_and_tables
 from models.converters.weights import (
     WeightsError,
     mlp_ratio,
@@ -56,7 +56,7 @@ _HEADS = (r"pooler\.dense\.(weight|bias)", r"classifier\.(weight|bias)", r"embed
 
 def to_vit_model(encoder: VisionTransformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns (config.json, tensors) of a ViTModel; positions of any kind become a parameter."""
-    return _vit_config(encoder.config, "vit", "ViTModel"), encoder_as(HUGGINGFACE, encoder)
+    return _vit_config(encoder.config, "vit", "ViTModel"), encoder_tensors(HUGGINGFACE, encoder)
 
 
 def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -82,7 +82,7 @@ def to_vit_mae(model: MaskedAutoencoder) -> tuple[dict[str, Any], dict[str, Tens
         "norm_pix_loss": model.config.normalise_pixels,
     }
     state: dict[str, Tensor] = {}
-    for name, tensor in rename_back(with_tables(model), HUGGINGFACE).items():
+    for name, tensor in rename_back(parameters_and_tables(model), HUGGINGFACE).items():
         state[name if name.startswith("decoder.") else f"vit.{name}"] = tensor
     return config, state
 

@@ -12,7 +12,7 @@ Names = Mapping[str, str]
 _NUMBER = re.compile(r"(?<=blocks\.)\d+")
 
 
-def theirs(ours: str, names: Names) -> list[str]:
+def names_in_project(ours: str, names: Names) -> list[str]:
     """Returns the other project's names of one of our parameters; our name without a table."""
     if not names:
         return [ours]

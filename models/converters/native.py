@@ -110,17 +110,17 @@ def parameter_shapes(config: AnyConfig) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in build_empty(config).named_parameters()}
 
 
-def with_tables(module: nn.Module) -> dict[str, Tensor]:
+def parameters_and_tables(module: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and fixed position tables by name, for projects that store the tables."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def encoder_as(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
+def encoder_tensors(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
     """Returns an encoder's tensors under other names, e.g. `TIMM` for ViTDet-style codes.
 
     Positions of any kind are one tensor.
     """
-    ours = {f"encoder.{name}": tensor for name, tensor in with_tables(encoder).items()}
+    ours = {f"encoder.{name}": tensor for name, tensor in parameters_and_tables(encoder).items()}
     return rename_back(ours, names)
 
 
@@ -137,7 +137,7 @@ def parameters_from(
     Args and errors are those of `rename`.
     """
     model = build_empty(config)
-    shapes = {name: tensor.shape for name, tensor in with_tables(model).items()}
+    shapes = {name: tensor.shape for name, tensor in parameters_and_tables(model).items()}
     renamed = rename(state, shapes, names, source, unused=unused)
     fixed_tables = dict(model.named_buffers())
     return {name: tensor for name, tensor in renamed.items() if name not in fixed_tables}

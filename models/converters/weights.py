@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.config import PositionKind
-from models.converters.names import Names, theirs
+from models.converters.names import Names, names_in_project
 
 _MOST_NAMES = 16
 POSITION_TOLERANCE = 1e-6
@@ -137,7 +137,7 @@ def rename(
         WeightsError: missing or unknown names (listed), another shape, or numbers that are not
             floating point.
     """
-    sources = {ours: theirs(ours, names) for ours in shapes}
+    sources = {ours: names_in_project(ours, names) for ours in shapes}
     expected: set[str] = set()
     for their_names in sources.values():
         expected.update(their_names)
@@ -184,7 +184,7 @@ def rename_back(parameters: Mapping[str, Tensor], names: Names) -> dict[str, Ten
     """Returns the other project's tensors from ours; the inverse of `rename`."""
     state = {}
     for ours, tensor in parameters.items():
-        their_names = theirs(ours, names)
+        their_names = names_in_project(ours, names)
         parts = tensor.detach().chunk(len(their_names))
         for name, part in zip(their_names, parts, strict=True):
             state[name] = part.clone().contiguous()

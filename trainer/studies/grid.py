@@ -150,7 +150,7 @@ def plan_points(study: StudyConfig, source: str, root: Path) -> list[Point]:
             the same run, a point's recipe is wrong, or its runs on private data are not charged
             together.
     """
-    base = flat(study.base, source)
+    base = dotted_keys(study.base, source)
     if "train.seed" in base:
         raise ConfigError(f"{source}: base.train.seed would be overwritten; list it in seeds")
     axes = {}
@@ -215,7 +215,7 @@ def plan_points(study: StudyConfig, source: str, root: Path) -> list[Point]:
     return planned
 
 
-def flat(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+def dotted_keys(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
     """Returns nested tables as dotted keys of a recipe.
 
     Raises:
@@ -224,7 +224,7 @@ def flat(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, An
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            leaves |= flat(value, source, f"{prefix}{key}.")
+            leaves |= dotted_keys(value, source, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = value
     for key in leaves:
@@ -245,7 +245,7 @@ def _steps(name: str, table: Mapping[str, Any], source: str) -> list[tuple[Label
     if not table:
         raise ConfigError(f"{source} is empty")
     if {key.split(".")[0] for key in table} & SECTIONS:
-        lists = flat(table, source)
+        lists = dotted_keys(table, source)
         for key, values in lists.items():
             if not isinstance(values, list) or not values:
                 raise ConfigError(
@@ -268,7 +268,8 @@ def _steps(name: str, table: Mapping[str, Any], source: str) -> list[tuple[Label
                 f"{source}: {variant} is neither a key of a recipe nor a table of overrides"
             )
     return [
-        (variant, flat(overrides, f"{source}.{variant}")) for variant, overrides in table.items()
+        (variant, dotted_keys(overrides, f"{source}.{variant}"))
+        for variant, overrides in table.items()
     ]
 
 
@@ -363,5 +364,5 @@ def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
 
 def trained_keys(recipe: str) -> dict[str, Any]:
     """Returns the dotted keys of a resolved recipe without statements on other points."""
-    leaves = flat(tomllib.loads(recipe), "recipe")
+    leaves = dotted_keys(tomllib.loads(recipe), "recipe")
     return {key: value for key, value in leaves.items() if key not in _OF_OTHERS}

@@ -27,7 +27,7 @@ from models.converters.huggingface import (
     to_vit_model,
 )
 from models.converters.names import TIMM
-from models.converters.native import encoder_as, save_model
+from models.converters.native import encoder_tensors, save_model
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
@@ -93,7 +93,7 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
             config, tensors = to_vit_model(without_adapters(encoder, merged=False))
             _write(folder / peft.BASE, {**config, "about": about}, tensors, encoder)
         elif form == "timm":
-            tensors = encoder_as(TIMM, without_adapters(encoder))
+            tensors = encoder_tensors(TIMM, without_adapters(encoder))
             shape = encoder.config
             arguments = {
                 "img_size": shape.image_size,
