@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.config import EncoderConfig, MaskedAutoencoderConfig, PixelDecoderConfig, VitConfig
 from models.converters.names import HUGGINGFACE
-from models.converters.native import encoder_tensors, parameters_from, parameters_and_tables
+from models.converters.native import encoder_tensors, parameters_and_tables, parameters_from
 from models.converters.weights import (
     WeightsError,
     mlp_ratio,
@@ -26,7 +26,9 @@ from models.layers import image_sincos_table
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 
-CONFIG, WEIGHTS, PROCESSOR = "config.json", "model.safetensors", "preprocessor_config.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+PROCESSOR = "preprocessor_config.json"
 
 # Names of transformers 5 in memory -> names in files.
 _IN_MEMORY = (

@@ -31,7 +31,8 @@ from models.converters.names import Names
 from models.converters.weights import WeightsError, read_weights, rename, rename_back, write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 FORMAT = 1
 CUSTOM_SIZE = "custom"
 """The size in the manifest of a model whose shapes no named size has."""

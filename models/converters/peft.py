@@ -14,7 +14,9 @@ from models.classifier import AdaptedLinear
 from models.converters.weights import WeightsError
 from models.vit import VisionTransformer
 
-CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+BASE = "base"
 _PREFIX = "base_model.model."
 _LAYERS = {
     "attention.qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),

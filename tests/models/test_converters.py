@@ -46,8 +46,8 @@ from models.converters.native import (
     encoder_tensors,
     load_model,
     model_facts,
-    save_model,
     parameters_and_tables,
+    save_model,
 )
 from models.converters.official import from_dpcap, from_vip
 from models.converters.peft import BASE, to_peft

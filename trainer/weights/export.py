@@ -41,7 +41,8 @@ from trainer.weights.model_card import model_card
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
 from trainer.weights.provenance import proof_of
 
-CARD, README = "privacy_card.json", "README.md"
+CARD = "privacy_card.json"
+README = "README.md"
 _MODELLING = "modeling_captioner.py"
 _AUTOMATIC = {
     "model_type": "exported_captioner",
