@@ -87,7 +87,11 @@ def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: P
     assert f"epsilon {rounded_up(epsilon)} at delta 1e-05, from its ledger" in said
     readme = (out / "README.md").read_text()
     assert f"formal_guarantee: true, epsilon {rounded_up(epsilon)} at delta 1e-05" in readme
-    for words_of_it in ("## Privacy card", "initialised at random", "not a VisionEncoderDecoderModel"):
+    for words_of_it in (
+        "## Privacy card",
+        "initialised at random",
+        "not a VisionEncoderDecoderModel",
+    ):
         assert words_of_it in readme
     assert json.loads((out / "privacy_card.json").read_text())["epsilon"] == pytest.approx(epsilon)
     about = json.loads((out / "config.json").read_text())["about"]

@@ -481,7 +481,10 @@ def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
     assert {row["blind line"] for row in rows.values()} == {"1.9300"}
     assert rows["10"]["below the blind line by"] == "**above it** by 0.0100"
     assert rows["100"]["below the blind line by"] == "0.0800"
-    assert "The blind line, 1.9300, is the loss on the same held-out data" in page and "pairs of words" in page
+    assert (
+        "The blind line, 1.9300, is the loss on the same held-out data" in page
+        and "pairs of words" in page
+    )
     assert "**1 of 2 groups lie above it: batch 10.**" in page
     with (folder.report / "points.csv").open() as file:
         point = next(csv.DictReader(file))
