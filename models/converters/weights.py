@@ -64,7 +64,7 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
             if (path / name).is_file():
                 return read_weights(path / name, key)
         raise WeightsError(
-            f"{path} holds no model.safetensors or pytorch_model.bin; for a folder of "
+            f"{path} contains neither model.safetensors nor pytorch_model.bin; for a folder of "
             "torch.distributed.checkpoint run python -m torch.distributed.checkpoint.format_utils "
             f"dcp_to_torch {path} FILE"
         )
@@ -80,7 +80,7 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
         state = content.get(key, content) if isinstance(content, Mapping) else content
         if not isinstance(state, Mapping) or not state:
             raise WeightsError(
-                f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}"
+                f"{path} has no dictionary of tensors, neither at its top nor under {key!r}"
             )
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):

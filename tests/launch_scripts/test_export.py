@@ -529,7 +529,7 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "depth must be a int, got ''": (*nano, "--override", "encoder_depth"),
         "exists and is not empty": (*hf, full),
         "neither a checkpoint nor a run folder": ("--checkpoint", none, "--format", "hf", out),
-        "holds no model.safetensors or pytorch_model.bin": (
+        "contains neither model.safetensors nor pytorch_model.bin": (
             "--import",
             "vip",
             full,

@@ -218,7 +218,8 @@ def test_a_start_that_knows_less_than_one_does_without_looking_is_refused(
         losses.read_text() + '{"step": 3, "lo\n{"step": 3, "loss": 1.75, "blind_loss": 1.5}\n'
     )
     with pytest.raises(
-        ConfigError, match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is had without"
+        ConfigError,
+        match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is the loss without",
     ):
         require_useful_starts(planned, ROOT)
 

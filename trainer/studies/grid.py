@@ -344,8 +344,8 @@ def require_useful_starts(planned: Sequence[Point], root: Path) -> None:
         if not loss < blind_loss:
             raise ConfigError(
                 f"point {point.name}: its start {run_dir} has a held-out loss of {loss:.4f}, and "
-                f"{blind_loss:.4f} is had without looking at the pictures, so it is worse than "
-                "none: train it longer or on other pictures, or start at random"
+                f"{blind_loss:.4f} is the loss without looking at the pictures, so it is worse "
+                "than none: train it longer or on other pictures, or start at random"
             )
 
 

@@ -107,7 +107,7 @@ def import_weights(
             if path.is_file() and path.suffix in (".safetensors", ".bin")
         )
         if not files:
-            raise WeightsError(f"{source} holds no weight file")
+            raise WeightsError(f"{source} has no weight file")
         lines = [f"{path.name} {file_digest(path)}\n" for path in files]
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
     shapes = parameter_shapes(config)

@@ -343,7 +343,7 @@ def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
     if not path.is_file():
         say(
             f"init.disjoint_data is declared, and no shard was compared, because {path} is "
-            "missing. The declaration stands alone"
+            "missing. Nothing checks the declaration"
         )
         return
     earlier_table = ExampleTable.open(path.parent, "", check_shards=False)
