@@ -1,10 +1,10 @@
-"""What the check of secret micro-batches costs, and whether it ever rings where examples stay apart.
+"""The cost of the check of secret micro-batches, and its false alarms where examples stay apart.
 
     python benchmarks/isolation.py --json [--rows 1000000] [--only vip_tiny ...]
 
 Honest rows: micro-batches of random rows, of the models of all recipes in fp32 and bf16, are
 checked as a run checks them (privacy/guards/isolation.py). Models of more than LARGE numbers have
-one block of each stack. Cost: processor time of a checked micro-batch against one that is not, in
+one block of each stack. Cost: processor time of a checked micro-batch against an unchecked one, in
 interleaved rounds; a run checks one in WINDOW. With --json one JSON object on stdout.
 """
 
@@ -38,7 +38,7 @@ from trainer.tasks import make_task  # noqa: E402
 
 LARGE = 30_000_000
 SIZES = {"own_loop": 256}
-"""Rows of a micro-batch, where they are not DEFAULT_SIZE."""
+"""Rows of a micro-batch, if they are not DEFAULT_SIZE."""
 DEFAULT_SIZE = 64
 ROUNDS = 7
 COSTS = ("quickstart", "vip_small", "finetune_vit_base_lora", "own_loop")
@@ -46,18 +46,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TwoLayers(nn.Module):
-    """The network of 26,010 parameters that stands for a loop of one's own."""
+    """A network of 26,010 parameters, as in a loop of a user's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 336), nn.ReLU(), nn.Linear(336, 12))
 
     def forward(self, x_BD: Tensor, labels_B: Tensor) -> Tensor:
+        """Returns the loss of each row."""
         return F.cross_entropy(self.net(x_BD).float(), labels_B, reduction="none")
 
 
 class Workload:
-    """A model, rows that may stand in its micro-batches, and the row of padding."""
+    """A model, rows for its micro-batches, and the row of padding."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,7 +67,8 @@ class Workload:
             torch.manual_seed(0)
             self.model: nn.Module = TwoLayers()
             x_BD = torch.randn(256, 64, generator=generator)
-            self.rows = {"x_BD": x_BD, "labels_B": torch.randint(12, (256,), generator=generator)}
+            labels_B = torch.randint(12, (256,), generator=generator)
+            self.rows = {"x_BD": x_BD, "labels_B": labels_B}
             self.padding = {name: torch.zeros_like(x[:1]) for name, x in self.rows.items()}
             return
         task = make_task(load_config(ROOT / "recipes" / f"{name}.toml"), ROOT)
@@ -97,16 +99,15 @@ class Bench:
     def __init__(self, workload: Workload, dtype: torch.dtype, size: int) -> None:
         self.workload = workload
         self.size = size
-        plan = make_plan(
-            PlanRequest(
-                num_examples=1_000_000,
-                expected_batch_size=10_000,
-                num_steps=100,
-                noise_multiplier=1.0,
-                max_grad_norm=1.0,
-                sensitivity_slack=SENSITIVITY_SLACK,
-            )
+        request = PlanRequest(
+            num_examples=1_000_000,
+            expected_batch_size=10_000,
+            num_steps=100,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            sensitivity_slack=SENSITIVITY_SLACK,
         )
+        plan = make_plan(request)
         model = workload.model.to(dtype)
         trained = [p for p in model.parameters() if p.requires_grad]
         engine = LoopEngine(model, torch.optim.SGD(trained, lr=0.0))
@@ -117,7 +118,8 @@ class Bench:
 
     def start(self) -> bool:
         """Checks made-up examples as a run does; returns whether their rows keep their bits."""
-        rows = {name: x[torch.arange(self.size) % len(x)] for name, x in self.workload.rows.items()}
+        index = torch.arange(self.size)
+        rows = {name: x[index % len(x)] for name, x in self.workload.rows.items()}
         self.isolation.require(rows)
         return bool(self.isolation._kinds_that_keep_bits)
 
@@ -126,15 +128,15 @@ class Bench:
         mechanism = self.mechanism
         self.isolation.begin(1)
         micro_batches = iter([part])
-        began = time.process_time()
+        start = time.process_time()
         for micro_batch in self.isolation.watched(micro_batches) if is_checked else micro_batches:
             inputs = to_device(micro_batch.inputs, mechanism.engine)
             self.clipped.add_micro_batch(mechanism.task, inputs, micro_batch.is_padding_B)
-        return time.process_time() - began
+        return time.process_time() - start
 
 
 def measure_cost(name: str) -> dict[str, Any]:
-    """Returns the cost of a checked micro-batch in units of one that is not, and of a run."""
+    """Returns the cost of a checked micro-batch, in units of an unchecked one, and of a run."""
     bench = Bench(Workload(name), torch.float32, SIZES.get(name, 16))
     bench.start()
     ratios = []
@@ -144,27 +146,28 @@ def measure_cost(name: str) -> dict[str, Any]:
         plain = bench.add(part, is_checked=False)
         bench.clipped.zero_()
         checked = bench.add(part, is_checked=True)
-        if number:  # the first round warms up
+        # The first round warms up.
+        if number > 0:
             ratios.append(checked / plain)
     ratio = statistics.median(ratios)
     return {"checked_by_plain": round(ratio, 3), "share_of_a_run": round((ratio - 1) / WINDOW, 4)}
 
 
 def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
-    """Checks so many random rows, and returns how many micro-batches rang."""
+    """Checks this many random rows, and returns the number of alarms."""
     bench = Bench(Workload(name), DTYPES[dtype], SIZES.get(name, DEFAULT_SIZE))
     keeps_bits = bench.start()
     agreements: list[Agreement] = []
     compare = bench.isolation._compare_halves
 
-    def noted(*arguments: Any) -> Agreement:
+    def record(*arguments: Any) -> Agreement:
         agreements.append(compare(*arguments))
         return agreements[-1]
 
-    bench.isolation._compare_halves = noted  # type: ignore[method-assign,assignment]
+    bench.isolation._compare_halves = record  # type: ignore[method-assign, assignment]
     rows = 0
     alarms = 0
-    began = time.time()
+    start = time.time()
     while rows < num_rows:
         bench.clipped.zero_()
         part = bench.workload.micro_batch(bench.size, bench.generator)
@@ -175,30 +178,32 @@ def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
             bench.isolation._is_mixed = False
             alarms += 1
         rows += int((~part.is_padding_B).sum())
+    distances = [agreement.distance for agreement in agreements]
     return {
         "rows": rows,
         "alarms": alarms,
         "start_keeps_bits": keeps_bits,
         "micro_batches": len(agreements),
         "that_keep_bits": sum(agreement.keeps_bits for agreement in agreements),
-        "largest_distance": round(max(agreement.distance for agreement in agreements), 4),
-        "seconds": round(time.time() - began),
+        "largest_distance": round(max(distances), 4),
+        "seconds": round(time.time() - start),
     }
 
 
 def workloads() -> Iterator[str]:
-    """Yields one recipe for each model, and the network of a loop of one's own."""
+    """Yields one recipe for each model, and the network of a user's loop."""
     yield "own_loop"
-    seen = set()
+    models = set()
     for path in sorted((ROOT / "recipes").glob("*.toml")):
         config = load_config(path)
         model = json.dumps(config.model.model_dump(), sort_keys=True, default=str)
-        if model not in seen:
-            seen.add(model)
+        if model not in models:
+            models.add(model)
             yield path.stem
 
 
 def main() -> None:
+    """Prints costs and false alarms as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of all models together")
@@ -208,13 +213,13 @@ def main() -> None:
     names = options.only or list(workloads())
     print(names, file=sys.stderr)
     costs = {name: measure_cost(name) for name in COSTS if name in names}
-    rows: dict[str, Any] = {}
+    honest: dict[str, Any] = {}
     for name in names:
         for dtype in DTYPES:
-            result = honest_rows(name, dtype, options.rows)
-            rows[f"{name} {dtype}"] = result
-            print(name, dtype, result, file=sys.stderr)
-    print(json.dumps({"cost": costs, "honest_rows": rows}, indent=1))
+            alarms = honest_rows(name, dtype, options.rows)
+            honest[f"{name} {dtype}"] = alarms
+            print(name, dtype, alarms, file=sys.stderr)
+    print(json.dumps({"cost": costs, "honest_rows": honest}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Noise of one step: nanoseconds a coordinate on one thread, and its share of a step of each private recipe; prints JSON.
+"""Noise of a step: nanoseconds a coordinate on one thread, and its share of a recipe's step.
 
     python benchmarks/noise.py [RECIPE.toml ...] --output results.json
 
-A step's seconds are on paper: floating-point operations of a forward and a backward of the expected batch, at a share of a
-peak, as launch_scripts/plan.py counts them. Ranks divide batch and noise alike, so their number does not matter. On an
-accelerator MOST_THREADS threads of the CPU draw, taken to be as fast together as they are one by one.
+Prints JSON.
+
+A step's seconds are on paper: floating-point operations of a forward and a backward of the expected
+batch, at a share of a peak, as launch_scripts/plan.py counts them. Ranks divide batch and noise
+alike, so their number does not matter. On an accelerator MOST_THREADS threads of the CPU draw,
+taken to be as fast together as they are one by one.
 """
 
 import argparse
@@ -27,37 +30,46 @@ from trainer.hardware import GPUS  # noqa: E402
 from trainer.planner.memory import trained_count  # noqa: E402
 from trainer.planner.resources import EFFICIENCY, planning_task  # noqa: E402
 
-DRAWN, ROUNDS = 1 << 19, 5
+NUM_DRAWN = 1 << 19
+ROUNDS = 5
 DEVIATIONS = (2.0**12, 0.7 * 2.0**34, 2.0**50)
 
 
 def nanoseconds() -> dict[str, dict[str, float]]:
-    """Returns what a coordinate takes, by deviation: processor time of the thread that draws, and time on the wall; medians."""
-    found = {}
+    """Returns the nanoseconds of a coordinate by deviation: of the processor, and on the wall.
+
+    Processor time is that of the thread that draws. Both are medians over rounds.
+    """
+    times = {}
     for deviation in DEVIATIONS:
-        rounds = []
+        processor_seconds = []
+        wall_seconds = []
         for _ in range(ROUNDS):
-            wall, processor = time.perf_counter(), time.thread_time()
-            draw_rounded_normal(deviation, DRAWN, SystemNoise())
-            rounds.append((time.thread_time() - processor, time.perf_counter() - wall))
-        processor, wall = (
-            1e9 * statistics.median(column) / DRAWN for column in zip(*rounds, strict=True)
-        )
-        found[f"2^{math.log2(deviation):.1f}"] = {"processor": processor, "wall": wall}
-    return found
+            wall_start = time.perf_counter()
+            processor_start = time.thread_time()
+            draw_rounded_normal(deviation, NUM_DRAWN, SystemNoise())
+            processor_seconds.append(time.thread_time() - processor_start)
+            wall_seconds.append(time.perf_counter() - wall_start)
+        times[f"2^{math.log2(deviation):.1f}"] = {
+            "processor": 1e9 * statistics.median(processor_seconds) / NUM_DRAWN,
+            "wall": 1e9 * statistics.median(wall_seconds) / NUM_DRAWN,
+        }
+    return times
 
 
-def of_recipe(path: Path, drawn_ns: float) -> dict[str, Any]:
-    """Coordinates and operations of a step, and the share of its noise on some hardware."""
+def noise_of_recipe(path: Path, nanoseconds_a_coordinate: float) -> dict[str, Any]:
+    """Returns coordinates and operations of a step, and the share of its noise on some hardware."""
     config = load_config(path)
-    task = planning_task(config, ROOT)[0]
-    coordinates, batch = trained_count(task.skeleton()), config.privacy.expected_batch_size
+    task, _ = planning_task(config, ROOT)
+    coordinates = trained_count(task.skeleton())
+    batch = config.privacy.expected_batch_size
     flops = task.flops_of_an_example() * batch
-    noise, shares = coordinates * drawn_ns * 1e-9, {}
+    noise_seconds = coordinates * nanoseconds_a_coordinate * 1e-9
+    shares = {}
     for name, threads in (("cpu", 1), ("a100-80gb", MOST_THREADS), ("h100-80gb", MOST_THREADS)):
         gpu = GPUS[name]
         peak = gpu.fp32_peak if name == "cpu" else gpu.bf16_peak
-        shares[name] = noise / threads / (flops / (peak * EFFICIENCY))
+        shares[name] = noise_seconds / threads / (flops / (peak * EFFICIENCY))
     return {
         "recipe": path.stem,
         "coordinates": coordinates,
@@ -68,6 +80,7 @@ def of_recipe(path: Path, drawn_ns: float) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints the noise of the recipes as JSON, and writes it if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,18 +89,18 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    drawn = nanoseconds()
-    usual = list(drawn.values())[1]["processor"]
-    found = {
-        "nanoseconds_a_coordinate": drawn,
+    times = nanoseconds()
+    # The deviation in the middle is a usual one.
+    usual = list(times.values())[1]["processor"]
+    recipes = [path for path in options.recipes if load_config(path).privacy.enabled]
+    record = {
+        "nanoseconds_a_coordinate": times,
         "draws_per_second_and_thread": 1e9 / usual,
         "load": os.getloadavg()[0],
         "cores": os.cpu_count(),
-        "recipes": [
-            of_recipe(path, usual) for path in options.recipes if load_config(path).privacy.enabled
-        ],
+        "recipes": [noise_of_recipe(path, usual) for path in recipes],
     }
-    text = json.dumps(found, indent=1)
+    text = json.dumps(record, indent=1)
     print(text)
     if options.output is not None:
         options.output.write_text(text + "\n")

@@ -1,15 +1,17 @@
-"""The least time that a clipped micro-batch takes a CPU core, by the FLOPs and the bytes of every operation: no measurement.
+"""The least time of a clipped micro-batch on a CPU core, by FLOPs and bytes: no measurement.
 
     python benchmarks/roofline.py --recipe recipes/quickstart.toml
     python benchmarks/roofline.py --recipe recipes/quickstart.toml --json train.micro_batch_size=64
 
-One micro-batch runs on the meta device, where nothing is computed, in fp32. Each operation of torch is one launch. It takes the
-longer of two times: its FLOPs at the rate of a core, and its bytes, inputs read once and outputs written once, at that of the
-memory (trainer/hardware.py). Views and allocations launch nothing. On CUDA clipping takes another way (products of bf16,
-functions that torch.compile fuses), which only a GPU shows: `make gpu` measures it.
+A micro-batch runs on the meta device, where nothing is computed, in fp32. Each operation of torch
+is one launch. It takes the longer of two times: its FLOPs at the rate of a core, and its bytes,
+inputs read once and outputs written once, at the rate of the memory (trainer/hardware.py). Views
+and allocations launch nothing. On CUDA clipping takes another way (products of bf16, functions that
+torch.compile fuses), which only a GPU shows: `make gpu` measures it.
 
-`ratio` is the time of a clipped micro-batch, until its sums are complete, to that of a non-private one, until its gradients are
-added to those of earlier micro-batches. With --json one JSON object on stdout.
+`ratio` is the time of a clipped micro-batch, until its sums are complete, to the time of a
+non-private one, until its gradients are added to those of earlier micro-batches. With --json one
+JSON object on stdout.
 """
 
 import argparse
@@ -49,7 +51,7 @@ LAUNCH_NOTHING = {
 }
 PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, *CLIPPING_FORMULAS}
 OVERWRITES = {aten.copy_, aten.zero_, aten.fill_, aten.random_}
-"""In place, but what was there before is not read."""
+"""Operations in place that do not read the earlier contents."""
 FILLS = {
     aten.new_zeros,
     aten.new_ones,
@@ -58,12 +60,12 @@ FILLS = {
     aten.ones_like,
     aten.full_like,
 }
-"""They take the shape of their input alone."""
+"""Operations that take the shape of their input alone."""
 
 
 @dataclass
 class Row:
-    """All operations of one kind.
+    """The sums over all operations of one kind.
 
     Attributes:
         dtypes: of the operands.
@@ -80,7 +82,7 @@ class Row:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts every operation while it is active; `rows` by operation and dtypes."""
+    """A mode that counts every operation while it is active: `rows` by operation and dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,18 +99,19 @@ class OperationCounter(TorchDispatchMode):
         if func.is_view or packet in LAUNCH_NOTHING:
             return out
         names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        written = [
-            given[argument.name]
-            for argument in func._schema.arguments
-            if argument.name in given and argument.alias_info and argument.alias_info.is_write
-        ]
+        operand_of = dict(zip(names, args, strict=False)) | kwargs
+        written = []
+        for argument in func._schema.arguments:
+            is_written = argument.alias_info and argument.alias_info.is_write
+            if argument.name in operand_of and is_written:
+                written.append(operand_of[argument.name])
         is_overwritten = packet in OVERWRITES or "out" in kwargs
-        skipped = {id(x) for x in tree_leaves(written)} if is_overwritten else set()
-        read = [
-            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and id(x) not in skipped
-        ]
-        read = [] if packet in FILLS else read
+        skipped = {id(leaf) for leaf in tree_leaves(written)} if is_overwritten else set()
+        read = []
+        if packet not in FILLS:
+            leaves = tree_leaves((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            read = [tensor for tensor in tensors if id(tensor) not in skipped]
         flops = 0
         if packet in CLIPPING_FORMULAS:
             shapes = [x.shape if isinstance(x, Tensor) else x for x in args]
@@ -118,18 +121,21 @@ class OperationCounter(TorchDispatchMode):
             arguments = [x for x in args if not isinstance(x, torch.dtype)]
             options = {name: x for name, x in kwargs.items() if name != "out"}
             flops = flop_registry[packet](*arguments, **options, out_val=out)
-        # A product's operands decide, and not the tensor that it is added to; attention's first one.
-        operands = read if flops == 0 else read[-2:] if packet in PRODUCTS else read[:1]
+        # The dtypes of a row: a product's two factors, not the tensor that it is added to;
+        # attention's query.
+        if flops == 0:
+            operands = read
+        elif packet in PRODUCTS:
+            operands = read[-2:]
+        else:
+            operands = read[:1]
         self._add(packet.__name__, operands, moved_bytes(read, (out, written)), flops)
         return out
 
     def _add(self, operation: str, operands: list[Tensor], moved: int, flops: int) -> None:
-        names = {
-            str(x.dtype).removeprefix("torch.")
-            for x in operands
-            if x.is_floating_point() and x.dim() > 0
-        }
-        key = operation, "+".join(sorted(names))
+        floating = [x for x in operands if x.is_floating_point() and x.dim() > 0]
+        dtypes = {str(x.dtype).removeprefix("torch.") for x in floating}
+        key = (operation, "+".join(sorted(dtypes)))
         row = self.rows.setdefault(key, Row(*key))
         row.launches += 1
         row.flops += flops
@@ -138,7 +144,10 @@ class OperationCounter(TorchDispatchMode):
 
 
 def moved_bytes(read: list[Tensor], written: Any) -> int:
-    """Counts different entries: an expanded dimension is one row, and a matrix that meets itself is read once."""
+    """Returns the bytes of different entries in memory.
+
+    An expanded dimension is one row, and a matrix that meets itself is read once.
+    """
 
     def size(x: Tensor) -> int:
         lengths = zip(x.shape, x.stride(), strict=True)
@@ -149,12 +158,16 @@ def moved_bytes(read: list[Tensor], written: Any) -> int:
         lengths = zip(x.shape, x.stride(), strict=True)
         return (x.untyped_storage()._cdata, x.storage_offset(), *sorted(lengths))
 
-    made = {id(x): x for x in tree_leaves(written) if isinstance(x, Tensor)}
-    return sum(map(size, {place(x): x for x in read}.values())) + sum(map(size, made.values()))
+    read_once = {place(x): x for x in read}
+    outputs = {id(x): x for x in tree_leaves(written) if isinstance(x, Tensor)}
+    return sum(map(size, read_once.values())) + sum(map(size, outputs.values()))
 
 
 def count_operations(step: Callable[[], object]) -> OperationCounter:
-    """Counts what `step()` launches on the meta device; in its second run, since the first makes what stays."""
+    """Returns the operations of the second `step()` on the meta device.
+
+    The first run makes the tensors that stay.
+    """
     counter = OperationCounter()
     with with_fused_attention():
         step()
@@ -163,22 +176,25 @@ def count_operations(step: Callable[[], object]) -> OperationCounter:
     return counter
 
 
-def of_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Counts the micro-batch of a recipe; JSON-ready."""
+def roofline_of_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Returns the counts of a recipe's micro-batch, ready for JSON."""
     config = load_config(path, overrides)
     task, _ = planning_task(config, ROOT)
     model = task.skeleton()
     size = config.train.micro_batch_size
     cap = usual_cap(config.privacy.expected_batch_size)
     clipped = ClippedSum(model, 1.0, cap=cap, rows=2 * max(size, cap))
-    inputs = {
-        name: torch.empty(size, *x.shape[1:], dtype=x.dtype, device=META)
-        for name, x in task.synthetic_inputs(1).items()
-    }
+    inputs = {}
+    for name, example in task.synthetic_inputs(1).items():
+        inputs[name] = torch.empty(size, *example.shape[1:], dtype=example.dtype, device=META)
     is_padding_B = torch.zeros(size, dtype=torch.bool, device=META)
     private = count_operations(lambda: clipped.add_micro_batch(model, inputs, is_padding_B))
     clipped.detach()
-    plain = count_operations(lambda: model(**inputs).sum().backward())
+
+    def plain_step() -> None:
+        model(**inputs).sum().backward()
+
+    plain = count_operations(plain_step)
     rows = sorted(private.rows.values(), key=lambda row: -row.seconds)
     return {
         "recipe": path.stem,
@@ -193,6 +209,7 @@ def of_recipe(path: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Prints the least times of a recipe's micro-batch."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,20 +219,20 @@ def main() -> None:
         "overrides", nargs="*", metavar="section.key=value", help="changes of the recipe"
     )
     options = parser.parse_intermixed_args()
-    counted = of_recipe(options.recipe, options.overrides)
+    counts = roofline_of_recipe(options.recipe, options.overrides)
     if options.json:
-        print(json.dumps(counted))
+        print(json.dumps(counts))
         return
     print(
-        "{recipe}, micro-batches of {micro_batch_size}: ratio {ratio:.3f}, {private_ms:.1f} to {non_private_ms:.1f} ms, "
-        "{launches} to {non_private_launches} launches".format(**counted)
+        "{recipe}, micro-batches of {micro_batch_size}: ratio {ratio:.3f}, "
+        "{private_ms:.1f} to {non_private_ms:.1f} ms, "
+        "{launches} to {non_private_launches} launches".format(**counts)
     )
-    for row in counted["rows"]:
-        print(
-            "  {seconds:.5f} s  {operation} ({dtypes}) x{launches}: {flops:.3g} FLOP, {moved:.3g} B".format(
-                **row
-            )
-        )
+    row_format = (
+        "  {seconds:.5f} s  {operation} ({dtypes}) x{launches}: {flops:.3g} FLOP, {moved:.3g} B"
+    )
+    for row in counts["rows"]:
+        print(row_format.format(**row))
 
 
 if __name__ == "__main__":

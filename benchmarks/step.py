@@ -1,15 +1,16 @@
-"""What clipping costs: time, memory and FLOPs of one micro-batch, against non-private training and Opacus.
+"""The cost of clipping: time, memory and FLOPs of a micro-batch, against non-private and Opacus.
 
-    python benchmarks/step.py --json          # everything; within 12 minutes on two CPU cores
-    python benchmarks/step.py --count         # FLOPs and operations alone, of large models too, without the arithmetic
+    python benchmarks/step.py --json      # everything; within 12 minutes on two CPU cores
+    python benchmarks/step.py --count     # FLOPs and operations alone, of large models too
 
-Interleaved rounds in one process for time (the ratio of a round is against the non-private step of the same round; the
-median over rounds is reported), a process of its own per mode for memory (maximum resident size on CPU, allocator peak on
-CUDA), torch's FlopCounterMode for FLOPs. `operations` are launches by mode on a CPU, counted on the meta device; what a GPU
-launches, `make gpu` measures. `time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh
-gradients; `..._to_accumulating` against one that adds to those of earlier micro-batches, as our modes do and as any large
-logical batch needs. With --json one JSON object on stdout, everything else on stderr. README.md has the
-cost model.
+Time: interleaved rounds in one process; the ratio of a round is against the non-private step of the
+same round, and the median over rounds is reported. Memory: a process of its own per mode (maximum
+resident size on CPU, allocator peak on CUDA). FLOPs: torch's FlopCounterMode. `operations` are
+launches by mode on a CPU, counted on the meta device; `make gpu` measures the launches of a GPU.
+`time_ratio` and `peak_memory_ratio` are against a non-private step that makes fresh gradients;
+`..._to_accumulating` against one that adds to those of earlier micro-batches, as our modes do and
+as any large logical batch needs. With --json one JSON object on stdout, everything else on stderr.
+README.md has the cost model.
 """
 
 import argparse
@@ -48,18 +49,20 @@ from privacy.sums.totals import real_numbers_  # noqa: E402
 from trainer.planner.probe import count_flops  # noqa: E402
 
 BASELINES = ("non_private", "accumulating")
-"""Ordinary training: every micro-batch a batch of its own, or gradients added up over micro-batches to a logical batch."""
+"""Ordinary training: every micro-batch is a batch, or gradients add up over micro-batches to a
+logical batch."""
 OURS = ("bookkeeping", "two_pass", "certified")
 OPACUS = ("opacus_ghost", "opacus_hooks")
 MODES = (*OURS, *OPACUS)
 
 
 Step = Callable[..., None]
-"""One micro-batch; with `ends=True`, as at the end of a logical batch, also the noised sum as the gradients of an optimizer."""
+"""Runs a micro-batch; with `ends=True`, as at the end of a logical batch, also sets the noised sum
+as the optimizer's gradients."""
 
 
 class Classifier(nn.Module):
-    """ViT-S/16 with a linear head on the class token."""
+    """A ViT-S/16 with a linear head on the class token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +70,9 @@ class Classifier(nn.Module):
         self.head = nn.Linear(384, 1000)
 
     def forward(self, images_BCHW: Tensor, labels_B: Tensor) -> Tensor:
-        return F.cross_entropy(
-            self.head(self.encoder(images_BCHW)[:, 0]).float(), labels_B, reduction="none"
-        )
+        """Returns the loss of each image."""
+        logits_BK = self.head(self.encoder(images_BCHW)[:, 0])
+        return F.cross_entropy(logits_BK.float(), labels_B, reduction="none")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Workload:
     """A model with made-up inputs.
 
     Attributes:
-        rounds: timed ones.
+        rounds: number of timed rounds.
         size: of the captioner; None for the classifier.
     """
 
@@ -87,14 +90,13 @@ class Workload:
     size: str | None = None
 
     def model(self, device: torch.device) -> nn.Module:
-        """The model with weights drawn from seed 0; on the meta device shapes without values, for counting."""
+        """Returns the model with weights drawn from seed 0; on the meta device without values."""
         if device.type == "meta":
             with device:
                 return Classifier() if self.size is None else Captioner(captioner_config(self.size))
         if self.size is not None:
-            return build_captioner(
-                captioner_config(self.size), generator=torch.Generator().manual_seed(0)
-            )
+            generator = torch.Generator().manual_seed(0)
+            return build_captioner(captioner_config(self.size), generator=generator)
         torch.manual_seed(0)
         model = Classifier()
         for parameter in model.parameters():
@@ -103,7 +105,7 @@ class Workload:
         return model
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """Random images with labels or captions."""
+        """Returns random images with labels or captions."""
         generator = torch.Generator().manual_seed(0)
         inputs = {"images_BCHW": torch.randn(self.batch_size, 3, 224, 224, generator=generator)}
         if self.size is None:
@@ -114,21 +116,22 @@ class Workload:
                 "tokens_BL": tokens,
                 "token_mask_BL": torch.ones_like(tokens, dtype=torch.bool),
             }
-        return {name: value.to(device) for name, value in inputs.items()}
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 CPU_WORKLOADS = {
-    w.name: w for w in (Workload("vit_s_16", 16, 7), Workload("dpcap_base", 8, 4, "dpcap_base"))
+    "vit_s_16": Workload("vit_s_16", 16, 7),
+    "dpcap_base": Workload("dpcap_base", 8, 4, "dpcap_base"),
 }
 CUDA_WORKLOADS = {"dpcap_large": Workload("dpcap_large", 64, 5, "dpcap_large")}
 
 
 def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> Step:
-    """One micro-batch in the given mode, after which the clipped sum (or the gradient) is ready."""
+    """Returns a step in the given mode, after which the clipped sum (or the gradient) is ready."""
     model = workload.model(device).to(device, dtype)
-    inputs = {
-        k: v.to(dtype) if v.is_floating_point() else v for k, v in workload.inputs(device).items()
-    }
+    inputs = {}
+    for name, tensor in workload.inputs(device).items():
+        inputs[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     if mode in BASELINES:
 
         def baseline(*, ends: bool = False) -> None:
@@ -139,11 +142,11 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
         return baseline
     if mode in OURS:
         # C = 1; the lattice and the number of rows are those of the DP-Cap point, on 128 ranks.
-        clipped = (
-            CertifiedSum(model, Lattice.of(1.0, 1_319_879, 0.728))
-            if mode == "certified"
-            else SUMS[mode](model, 1.0, cap=1_319_879, rows=10_400)
-        )
+        clipped: ClippedSum
+        if mode == "certified":
+            clipped = CertifiedSum(model, Lattice.of(1.0, 1_319_879, 0.728))
+        else:
+            clipped = SUMS[mode](model, 1.0, cap=1_319_879, rows=10_400)
         is_padding_B = torch.zeros(workload.batch_size, dtype=torch.bool, device=device)
 
         def clipped_step(*, ends: bool = False) -> None:
@@ -154,13 +157,12 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
         return clipped_step
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
 
-    for (
-        name,
-        parameter,
-    ) in model.named_parameters():  # raw ones, which would turn the whole model into one vmap leaf
+    # Raw parameters would turn the whole model into one vmap leaf.
+    for name, parameter in model.named_parameters():
         if "token" in name.rpartition(".")[2] or "type_embedding" in name:
             parameter.requires_grad_(False)
-    for module in model.modules():  # its embedding rule views the ids
+    # Opacus' rule of an embedding views the ids.
+    for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(lambda _, arguments: (arguments[0].contiguous(),))
     # Opacus looks rules up by exact type, and would send a subclass of Linear through functorch.
@@ -171,7 +173,10 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
 
     def opacus_step(*, ends: bool = False) -> None:
         step()
-        for parameter in model.parameters() if ends else ():  # as DPOptimizer.add_noise
+        if not ends:
+            return
+        # As DPOptimizer.add_noise.
+        for parameter in model.parameters():
             total = parameter.__dict__.pop("summed_grad", parameter.grad)
             if total is not None:
                 parameter.grad = total + torch.normal(0.0, 1.0, total.shape, device=device)
@@ -180,26 +185,20 @@ def make_step(mode: str, workload: Workload, device: torch.device, dtype: torch.
 
 
 def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
-    """What privacy/step/step.py does between the last micro-batch and the optimizer, on one rank."""
-    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    """Does the work of privacy/step/step.py after the last micro-batch, on one rank."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: p.shape for name, p in parameters.items() if p.requires_grad}
     layout = even_layout(shapes, 1)
     shards = reduce_to_owners(clipped.accumulator, clipped.exponent, layout)
     exponent = clipped.exponent
     assert exponent is not None, "there is noise"
+    deviation = deviation_in_units(0.728 * clipped.sensitivity, exponent)
     for number in range(len(shards)):
-        add_noise(
-            shards[number].values,
-            deviation_in_units(0.728 * clipped.sensitivity, exponent),
-            SystemNoise(),
-        )
-        shards[number] = shards[number]._replace(
-            values=real_numbers_(shards[number].values, exponent)
-        )
-    parameters = dict(model.named_parameters())
+        add_noise(shards[number].values, deviation, SystemNoise())
+        shards[number] = shards[number]._replace(values=real_numbers_(shards[number].values, exponent))
     first = next(iter(parameters.values()))
-    for name, gradient in gather_from_owners(
-        shards, layout, shapes, first.dtype, first.device
-    ).items():
+    gradients = gather_from_owners(shards, layout, shapes, first.dtype, first.device)
+    for name, gradient in gradients.items():
         parameters[name].grad = gradient
 
 
@@ -234,7 +233,8 @@ def _opacus_hooks(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[], N
         wrapped.zero_grad(set_to_none=True)
         wrapped(**inputs).sum().backward()
         samples = [p.grad_sample for p in trainable]
-        norm_B = torch.stack([s.flatten(1).norm(dim=1) for s in samples], 1).norm(dim=1)
+        norms = [sample.flatten(1).norm(dim=1) for sample in samples]
+        norm_B = torch.stack(norms, 1).norm(dim=1)
         factor_B = (1.0 / (norm_B + 1e-6)).clamp(max=1)
         for parameter, sample in zip(trainable, samples, strict=True):
             parameter.summed_grad = torch.einsum("b,b...->...", factor_B, sample)
@@ -244,7 +244,7 @@ def _opacus_hooks(model: nn.Module, inputs: dict[str, Tensor]) -> Callable[[], N
 
 
 OPACUS_ROUNDS = 2
-"""Opacus is slow, and twice or thrice the time needs no third digit."""
+"""Opacus is slow, and a factor of two or three needs no third digit."""
 COUNTED = (*BASELINES, "bookkeeping", "two_pass")
 """Modes whose operations are counted."""
 
@@ -254,7 +254,10 @@ Ratios = dict[str, float]
 def time_ratios(
     workload: Workload, device: torch.device, dtype: torch.dtype
 ) -> tuple[Ratios, Ratios, float]:
-    """Median over rounds of mode / baseline in the same round, for both baselines, and the median non-private seconds."""
+    """Returns the ratios to both baselines, and the median non-private seconds.
+
+    A ratio is the median over rounds of mode / baseline in the same round.
+    """
     steps = {mode: make_step(mode, workload, device, dtype) for mode in (*BASELINES, *MODES)}
     seconds: dict[str, list[float]] = {mode: [] for mode in steps}
     for round_number in range(workload.rounds + 1):
@@ -262,76 +265,86 @@ def time_ratios(
             if mode in OPACUS and not 0 < round_number <= OPACUS_ROUNDS:
                 continue
             elapsed = _timed(step, device)
-            if round_number > 0:  # the first round warms up
+            # The first round warms up.
+            if round_number > 0:
                 seconds[mode].append(elapsed)
         _note(f"{workload.name}: round {round_number} of {workload.rounds}")
-    against = [
-        {
-            m: statistics.median(a / b for a, b in zip(seconds[m], seconds[baseline], strict=False))
-            for m in MODES
-        }
-        for baseline in BASELINES
-    ]
-    return against[0], against[1], statistics.median(seconds["non_private"])
+    ratios: dict[str, Ratios] = {baseline: {} for baseline in BASELINES}
+    for baseline in BASELINES:
+        for mode in MODES:
+            # Opacus has fewer rounds.
+            rounds = zip(seconds[mode], seconds[baseline], strict=False)
+            ratios[baseline][mode] = statistics.median(a / b for a, b in rounds)
+    plain_seconds = statistics.median(seconds["non_private"])
+    return ratios["non_private"], ratios["accumulating"], plain_seconds
 
 
 def _timed(step: Callable[[], object], device: torch.device) -> float:
-    started = time.perf_counter()
+    start = time.perf_counter()
     step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
 def flop_ratios(
     workload: Workload, device: torch.device, dtype: torch.dtype, modes: Sequence[str]
 ) -> dict[str, float]:
-    """FLOPs of matrix products and attention against non-private. On CUDA ours are counted on the meta device."""
-    counted_on = torch.device("meta") if device.type == "cuda" else device
-    whole = {
-        on: count_flops(make_step("non_private", workload, on, dtype))
-        for on in {counted_on, device}
-    }
-    on = {mode: counted_on if mode in OURS else device for mode in modes}
-    return {
-        mode: count_flops(make_step(mode, workload, on[mode], dtype)) / whole[on[mode]]
-        for mode in modes
-    }
+    """Returns the FLOPs of matrix products and attention by mode, divided by the non-private ones.
+
+    On CUDA our modes are counted on the meta device.
+    """
+    meta = torch.device("meta")
+    ratios = {}
+    plain_flops: dict[torch.device, int] = {}
+    for mode in modes:
+        place = meta if device.type == "cuda" and mode in OURS else device
+        if place not in plain_flops:
+            plain_flops[place] = count_flops(make_step("non_private", workload, place, dtype))
+        ratios[mode] = count_flops(make_step(mode, workload, place, dtype)) / plain_flops[place]
+    return ratios
 
 
 def peak_memory_ratios(workload: Workload) -> tuple[Ratios, Ratios]:
-    """Peak of a process over two micro-batches and the end of a step, against both baselines; with interpreter and libraries."""
+    """Returns the peaks of processes, with interpreter and libraries, against both baselines.
+
+    Each process takes two micro-batches and the end of a step.
+    """
     peaks = {}
     for mode in (*BASELINES, *MODES):
         command = [sys.executable, __file__, "--peak_memory_of", mode, "--workload", workload.name]
-        peaks[mode] = int(
-            subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-        )
+        process = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+        peaks[mode] = int(process.stdout)
         _note(f"{workload.name}: {mode} peaks at {peaks[mode] / 2**20:.0f} MiB")
-    against = [{mode: peaks[mode] / peaks[baseline] for mode in MODES} for baseline in BASELINES]
-    return against[0], against[1]
+    fresh, accumulating = (
+        {mode: peaks[mode] / peaks[baseline] for mode in MODES} for baseline in BASELINES
+    )
+    return fresh, accumulating
 
 
 def peak_memory(mode: str, workload: Workload, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes of this process, which has done nothing else, after two micro-batches and the end of a step."""
+    """Returns the bytes of this process after two micro-batches and the end of a step.
+
+    The process must have done nothing else.
+    """
     step = make_step(mode, workload, device, dtype)
     step()
     step(ends=True)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    # The largest resident size; ru_maxrss would start at the size of the process that started this one.
-    status = Path("/proc/self/status").read_text()
-    return (
-        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
-        * 1024
-    )
+    # The largest resident size; ru_maxrss would start at the size of the process that started this
+    # one.
+    status = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def largest_micro_batch(
     workload: Workload, mode: str, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """The largest multiple of 32 that fits a CUDA device, and 0 if 32 does not."""
-    fits, fails = 0, 64 * 32
+    """Returns the largest multiple of 32 that fits a CUDA device, and 0 if 32 does not."""
+    fits = 0
+    fails = 64 * 32
     while fails - fits > 32:
         size = (fits + fails) // 64 * 32
         try:
@@ -344,22 +357,24 @@ def largest_micro_batch(
 
 
 def matrix_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of a plain product of large square matrices on CUDA: the best of ten."""
+    """Returns the FLOP/s of a plain product of large square matrices on CUDA: the best of ten."""
     size = 8192
-    x, y = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
-    best = min(_timed(lambda: torch.mm(x, y), torch.device("cuda")) for _ in range(10))
+    x = torch.randn(size, size, device="cuda", dtype=dtype)
+    y = torch.randn(size, size, device="cuda", dtype=dtype)
+    device = torch.device("cuda")
+    best = min(_timed(lambda: torch.mm(x, y), device) for _ in range(10))
     return float(2 * size**3 / best)
 
 
 def operations(workload: Workload) -> dict[str, int]:
-    """Counts launches of one micro-batch by mode, as a CPU makes them in fp32."""
+    """Returns the launches of a micro-batch by mode, as a CPU makes them in fp32."""
     meta = torch.device("meta")
     steps = {mode: make_step(mode, workload, meta, torch.float32) for mode in COUNTED}
     return {mode: count_operations(step).total("launches") for mode, step in steps.items()}
 
 
 def count(workload: Workload, *_: object) -> dict[str, Any]:
-    """FLOP ratios of our modes and launches, without doing the arithmetic: on the meta device (FLOPs in fp32)."""
+    """Returns FLOP ratios of our modes and launches, counted on the meta device in fp32."""
     return {
         "workload": workload.name,
         "batch_size": workload.batch_size,
@@ -369,7 +384,10 @@ def count(workload: Workload, *_: object) -> dict[str, Any]:
 
 
 def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """FLOPs, memory and time of all modes; on CUDA also throughput, and the share of what a plain matrix product reaches."""
+    """Returns FLOPs, memory and time of all modes.
+
+    On CUDA also throughput, and its share of the rate of a plain matrix product.
+    """
     measured: dict[str, Any] = {
         "workload": workload.name,
         "batch_size": workload.batch_size,
@@ -377,31 +395,31 @@ def compare(workload: Workload, device: torch.device, dtype: torch.dtype) -> dic
         "flop_ratio": flop_ratios(workload, device, dtype, MODES),
         "operations": operations(workload),
     }
-    measured["peak_memory_ratio"], measured["peak_memory_ratio_to_accumulating"] = (
-        peak_memory_ratios(workload)
-    )
-    measured["time_ratio"], measured["time_ratio_to_accumulating"], seconds = time_ratios(
-        workload, device, dtype
-    )
+    fresh, accumulating = peak_memory_ratios(workload)
+    measured["peak_memory_ratio"] = fresh
+    measured["peak_memory_ratio_to_accumulating"] = accumulating
+    time_ratio, time_ratio_to_accumulating, seconds = time_ratios(workload, device, dtype)
+    measured["time_ratio"] = time_ratio
+    measured["time_ratio_to_accumulating"] = time_ratio_to_accumulating
     measured["non_private_seconds"] = seconds
     measured["largest_micro_batch"] = None
     if device.type == "cuda":
-        useful, peak = (
-            count_flops(make_step("non_private", workload, torch.device("meta"), dtype)),
-            matrix_peak(dtype),
-        )
-        slower = {"non_private": 1.0, **measured["time_ratio"]}
+        meta = torch.device("meta")
+        useful_flops = count_flops(make_step("non_private", workload, meta, dtype))
+        peak = matrix_peak(dtype)
+        throughput = {}
+        shares = {}
+        for mode, ratio in {"non_private": 1.0, **time_ratio}.items():
+            throughput[mode] = workload.batch_size / (seconds * ratio)
+            shares[mode] = useful_flops / (seconds * ratio) / peak
+        largest = {}
+        for mode in ("non_private", *OURS):
+            largest[mode] = largest_micro_batch(workload, mode, device, dtype)
         measured |= {
-            "examples_per_second": {
-                mode: workload.batch_size / (seconds * ratio) for mode, ratio in slower.items()
-            },
+            "examples_per_second": throughput,
             "matrix_peak": peak,
-            "share_of_matrix_peak": {
-                mode: useful / (seconds * ratio) / peak for mode, ratio in slower.items()
-            },
-            "largest_micro_batch": {
-                m: largest_micro_batch(workload, m, device, dtype) for m in ("non_private", *OURS)
-            },
+            "share_of_matrix_peak": shares,
+            "largest_micro_batch": largest,
         }
     return measured
 
@@ -411,6 +429,7 @@ def _note(text: str) -> None:
 
 
 def main() -> None:
+    """Prints the measurements of the chosen workloads as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -420,7 +439,7 @@ def main() -> None:
     parser.add_argument(
         "--count", action="store_true", help="FLOP ratios of our modes, dpcap_large included"
     )
-    parser.add_argument("--workload", choices=CPU_WORKLOADS | CUDA_WORKLOADS, help="only this one")
+    parser.add_argument("--workload", choices=CPU_WORKLOADS | CUDA_WORKLOADS, help="this one alone")
     parser.add_argument(
         "--rounds", type=int, help="timed rounds; default 7 (ViT-S) and 4 (captioner)"
     )
@@ -429,28 +448,30 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if device.type == "cpu":
-        keep_freed_memory()  # as train.py does, for every mode
-    every = CPU_WORKLOADS | CUDA_WORKLOADS
-    usual = CUDA_WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
+        # As train.py does, for every mode.
+        keep_freed_memory()
+    all_workloads = CPU_WORKLOADS | CUDA_WORKLOADS
     if options.peak_memory_of:
-        print(peak_memory(options.peak_memory_of, every[options.workload], device, dtype))
+        workload = all_workloads[options.workload]
+        print(peak_memory(options.peak_memory_of, workload, device, dtype))
         return
-    chosen = (
-        [every[options.workload]]
-        if options.workload
-        else list((every if options.count else usual).values())
-    )
+    if options.workload:
+        chosen = [all_workloads[options.workload]]
+    elif options.count:
+        chosen = list(all_workloads.values())
+    else:
+        chosen = list((CUDA_WORKLOADS if device.type == "cuda" else CPU_WORKLOADS).values())
     if options.rounds is not None:
-        chosen = [replace(w, rounds=options.rounds) for w in chosen]
+        chosen = [replace(workload, rounds=options.rounds) for workload in chosen]
     measure = count if options.count else compare
-    results = [measure(workload, device, dtype) for workload in chosen]
+    measurements = [measure(workload, device, dtype) for workload in chosen]
     on_cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
     report = {
         "hardware": hardware,
         "torch": torch.__version__,
         "dtype": str(dtype),
-        "workloads": results,
+        "workloads": measurements,
     }
     print(json.dumps(report) if options.json else json.dumps(report, indent=2))
 

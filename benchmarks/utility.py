@@ -1,18 +1,22 @@
-"""This project next to Opacus and DP-SGD by hand: one network, data, epsilon, batch and number of steps.
+"""This project next to Opacus and DP-SGD by hand: the same network, data, epsilon, batch and steps.
 
-    python benchmarks/utility.py --data digits fashion --epsilons 8 3 --output benchmarks/results/DATE-utility.json
+    python benchmarks/utility.py --data digits fashion --epsilons 8 3 --output OUTPUT.json
 
-Each system trains in a process of its own on one thread. In every round (one seed, which the starting weights come from) the
-systems take turns, so that whatever else the machine does meets all of them. Every system calibrates sigma by its own
-accountant. At the end one accountant (dp-accounting's PLD of the uncapped schedule) judges the (sigma, q, T) that each system
-really used, and Opacus' PRV next to it. Time is processor time of the steps over that of training without privacy in the same
-round; memory is the high-water mark of the process over that of the same. Sampling and noise are fresh in every run.
+Each system trains in a process of its own on one thread. In every round (one seed, which the
+starting weights come from) the systems take turns, so that other load on the machine meets all of
+them. Every system calibrates sigma by its own accountant. At the end one accountant
+(dp-accounting's PLD of the uncapped schedule) judges the (sigma, q, T) that each system really
+used, and Opacus' PRV next to it. Time is processor time of the steps over that of training without
+privacy in the same round; memory is the high-water mark of the process over that of the same.
+Sampling and noise are fresh in every run.
 
-OUTPUT is written after every data set and epsilon (a cell); where it exists already, its cells are kept and the others are run.
+OUTPUT is written after every data set and epsilon (a cell); if it exists already, its cells stay
+and only the others are run.
 
 Networks: one of 26,010 parameters, and in the cell `lora` adapters on 100 million frozen ones.
-Data: scikit-learn's digits, drawn three times as large in a frame of 28 x 28 (1,200 to train on, 597 to test), and the embedded
-Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were chosen once, on 500 other pictures of clothes.
+Data: scikit-learn's digits, drawn three times as large in a frame of 28 x 28 (1,200 to train on,
+597 to test), and the embedded Fashion-MNIST (10,000 and 1,000). The settings of the optimizer were
+chosen once, on 500 other pictures of clothes.
 """
 
 import argparse
@@ -48,8 +52,10 @@ from torch.utils.data import DataLoader, TensorDataset
 if TYPE_CHECKING:
     from privacy.plan.numbers import PrivacyPlan
 
-DELTA, EPSILONS = 1e-5, (3.0, 8.0)
-RATE, MOMENTUM = 0.5, 0.9
+DELTA = 1e-5
+EPSILONS = (3.0, 8.0)
+RATE = 0.5
+MOMENTUM = 0.9
 MICRO_BATCH = 256
 """The most examples whose gradients a system may hold at the same time."""
 
@@ -64,43 +70,44 @@ class Arrays(NamedTuple):
 
 
 def digits() -> Arrays:
+    """Returns scikit-learn's digits, three times as large in a frame of 28 x 28."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(x))
-    large = np.pad(
-        np.kron(x[order].reshape(-1, 8, 8) / 16, np.ones((1, 3, 3))), ((0, 0), (2, 2), (2, 2))
-    )
-    return _split(((large - 0.25) / 0.35)[:, None], y[order], slice(1200), slice(1200, None))
+    enlarged = np.kron(x[order].reshape(-1, 8, 8) / 16, np.ones((1, 3, 3)))
+    framed = np.pad(enlarged, ((0, 0), (2, 2), (2, 2)))
+    images = ((framed - 0.25) / 0.35)[:, None]
+    return _split(images, y[order], slice(1200), slice(1200, None))
 
 
 def fashion() -> Arrays:
+    """Returns the embedded Fashion-MNIST without its part for choices."""
     from data.embedded import FASHION_FILE, NUM_SHADES, PARTS
 
-    with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as held:
-        x, y = (
-            held["shades_NHW"] / (NUM_SHADES - 1),
-            held["caption_N"] // 2,
-        )  # two tones of each class
-    return _split(
-        ((x - 0.7) / 0.35)[:, None],
-        y,
-        slice(PARTS["train"]),
-        slice(PARTS["train"] + PARTS["choice"], None),
-    )
+    with np.load(io.BytesIO(lzma.decompress(FASHION_FILE.read_bytes()))) as arrays:
+        x = arrays["shades_NHW"] / (NUM_SHADES - 1)
+        # Each class has captions in two tones.
+        y = arrays["caption_N"] // 2
+    images = ((x - 0.7) / 0.35)[:, None]
+    train = slice(PARTS["train"])
+    test = slice(PARTS["train"] + PARTS["choice"], None)
+    return _split(images, y, train, test)
 
 
 def _split(x: np.ndarray, y: np.ndarray, train: slice, test: slice) -> Arrays:
-    images, labels = torch.from_numpy(x.astype(np.float32)), torch.from_numpy(y.astype(np.int64))
+    images = torch.from_numpy(x.astype(np.float32))
+    labels = torch.from_numpy(y.astype(np.int64))
     return Arrays(images[train], labels[train], images[test], labels[test])
 
 
 @dataclass(frozen=True)
 class Job:
-    """
+    """One training of one system.
+
     Attributes:
         num_examples, expected_batch_size: n and B; the sampling rate is B / n.
-        noise_multiplier: sigma; None asks the system to calibrate it by its own accountant, and for nothing else.
+        noise_multiplier: sigma; None for calibration, by the system's own accountant.
     """
 
     system: str
@@ -116,14 +123,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """
+    """Measurements of one job.
+
     Attributes:
-        sample_rate: as the system itself draws.
+        sample_rate: of the system's own sampler.
         accuracy: on the test pictures.
         seconds: processor time of the steps.
-        start_seconds: processor time before the first step: checks and wrapping, and in a system's first run its imports.
-        peak_mib: the high-water mark of the process during the run, interpreter and libraries included; `start_mib` before the
-            first step.
+        start_seconds: processor time before the first step: checks and wrapping, and in a system's
+            first run its imports.
+        peak_mib: the high-water mark of the process during the run, interpreter and libraries
+            included; `start_mib` before the first step.
     """
 
     version: str
@@ -136,31 +145,31 @@ class Outcome:
 
 
 def peak_mib() -> float:
-    """The high-water mark of this process since `Clock` began to look."""
-    status = Path("/proc/self/status").read_text()
-    return (
-        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-        / 1024
-    )
+    """Returns the high-water mark of this process's memory since `Clock` was made."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in status if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 class Clock:
-    """Processor time and memory of this process, of one job."""
+    """A meter of processor time and memory of this process, for one job."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the high-water mark is that of now (proc(5))
-        self.start_seconds = self.start_mib = 0.0
-        self._began = time.process_time()
+        # The high-water mark becomes the present size (proc(5)).
+        Path("/proc/self/clear_refs").write_text("5")
+        self.start_seconds = 0.0
+        self.start_mib = 0.0
+        self._start = time.process_time()
 
     def begin(self) -> None:
-        """Before the first step."""
-        self.start_seconds, self.start_mib = self.seconds(), peak_mib()
-        self._began = time.process_time()
+        """Ends the start, and begins to count the steps."""
+        self.start_seconds = self.seconds()
+        self.start_mib = peak_mib()
+        self._start = time.process_time()
 
     def seconds(self) -> float:
-        return time.process_time() - self._began
+        """Returns the processor seconds since the start, or since `begin`."""
+        return time.process_time() - self._start
 
 
 Train = Callable[[nn.Sequential, tuple[Tensor, Tensor], Job, Clock], float]
@@ -168,7 +177,10 @@ Train = Callable[[nn.Sequential, tuple[Tensor, Tensor], Job, Clock], float]
 
 
 def network() -> nn.Sequential:
-    """26,010 parameters: the small network of many tutorials of DP-SGD, with tanh (Papernot et al. 2021, arXiv 2007.14191)."""
+    """Returns the small network of many tutorials of DP-SGD, of 26,010 parameters.
+
+    Its activation is tanh (Papernot et al. 2021, arXiv 2007.14191).
+    """
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=3),
         nn.Tanh(),
@@ -184,54 +196,53 @@ def network() -> nn.Sequential:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank adapter (Hu et al. 2021, arXiv 2106.09685), and a way around both."""
+    """A frozen layer with a low-rank adapter (Hu et al. 2021, arXiv 2106.09685), and a bypass."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__()
         self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-def adapted() -> nn.Sequential:
-    """16 frozen layers of 2,500, 100 million parameters, with 650,010 that are trained."""
+def adapted_network() -> nn.Sequential:
+    """Returns 16 frozen layers of 2,500, 100 million parameters, with 650,010 that are trained."""
     first = nn.Linear(784, 2500).requires_grad_(False)
-    return nn.Sequential(
-        nn.Flatten(), first, *(Adapted(2500, 8) for _ in range(16)), nn.Linear(2500, 10)
-    )
+    layers = [Adapted(2500, 8) for _ in range(16)]
+    return nn.Sequential(nn.Flatten(), first, *layers, nn.Linear(2500, 10))
 
 
 DATA: dict[str, tuple[Callable[[], Arrays], Callable[[], nn.Sequential], int, int]] = {
     "digits": (digits, network, 200, 36),
     "fashion": (fashion, network, 400, 45),
-    "lora": (digits, adapted, 64, 6),
+    "lora": (digits, adapted_network, 64, 6),
 }
-"""A data set with its network, expected batch and steps, the same for every system."""
+"""Data sets with their network, expected batch and steps, the same for every system."""
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters that require a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(trained(model), lr=RATE, momentum=MOMENTUM)
+    """Returns the optimizer of every system."""
+    return torch.optim.SGD(trainable_parameters(model), lr=RATE, momentum=MOMENTUM)
 
 
 def poisson(job: Job) -> Iterator[Tensor]:
-    """Members of each step, by numpy's generator: for the two systems that have no sampler of their own."""
+    """Yields the members of each step, for systems without a sampler of their own."""
     rng = np.random.default_rng()
+    rate = job.expected_batch_size / job.num_examples
     for _ in range(job.num_steps):
-        yield torch.from_numpy(
-            np.flatnonzero(
-                rng.random(job.num_examples) < job.expected_batch_size / job.num_examples
-            )
-        )
+        yield torch.from_numpy(np.flatnonzero(rng.random(job.num_examples) < rate))
 
 
 def our_plan(job: Job) -> "PrivacyPlan":
-    """Calibrated by PLD, with the cap of batches, the slack for rounding and the attempts in reserve charged."""
+    """Returns a plan by PLD that charges the cap of batches, rounding and reserved attempts."""
     from privacy.plan.numbers import make_plan
     from privacy.plan.releases import SENSITIVITY_SLACK
     from privacy.plan.request import PlanRequest
@@ -250,14 +261,14 @@ def our_plan(job: Job) -> "PrivacyPlan":
 
 
 def ours(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
-    """`PrivateLoop` with its ledger; one checkpoint, at the end."""
+    """Trains by `PrivateLoop` with its ledger; one checkpoint, at the end."""
     from privacy.loop import PrivateLoop, floats, integers
 
     cap = our_plan(job).cap
     assert cap is not None
-    rows = math.ceil(
-        cap / math.ceil(cap / MICRO_BATCH)
-    )  # every step runs the micro-batches of the largest batch
+    # Every step runs the micro-batches of the largest batch.
+    num_micro_batches = math.ceil(cap / MICRO_BATCH)
+    rows = math.ceil(cap / num_micro_batches)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y, reduction="none")
@@ -287,7 +298,8 @@ def ours(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Cl
         return loop.plan.sample_rate
 
 
-def by_opacus(job: Job) -> float:
+def opacus_sigma(job: Job) -> float:
+    """Returns the sigma of Opacus' own accountant."""
     from opacus.accountants.utils import get_noise_multiplier
 
     return get_noise_multiplier(
@@ -300,9 +312,9 @@ def by_opacus(job: Job) -> float:
 
 
 def opacus(mode: str) -> Train:
-    """`make_private` with Poisson sampling, and physical batches by its BatchMemoryManager."""
+    """Returns a training by `make_private`, with Poisson sampling and a BatchMemoryManager."""
 
-    def train_it(
+    def train_by_opacus(
         model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock
     ) -> float:
         from opacus import PrivacyEngine
@@ -313,7 +325,7 @@ def opacus(mode: str) -> Train:
         rate = 1 / len(loader)
         criterion: nn.Module = nn.CrossEntropyLoss()
         engine = PrivacyEngine(accountant="prv")
-        made = engine.make_private(
+        parts = engine.make_private(
             module=model,
             optimizer=optimizer_of(model),
             data_loader=loader,
@@ -322,8 +334,12 @@ def opacus(mode: str) -> Train:
             grad_sample_mode=mode,
             criterion=criterion,
         )
-        wrapped, optimizer, loader = made[0], made[1], made[-1]
-        criterion = made[2] if mode == "ghost" else criterion
+        # (model, optimizer, [criterion,] loader)
+        wrapped = parts[0]
+        optimizer = parts[1]
+        loader = parts[-1]
+        if mode == "ghost":
+            criterion = parts[2]
         clock.begin()
         while True:
             with BatchMemoryManager(
@@ -333,35 +349,39 @@ def opacus(mode: str) -> Train:
                     optimizer.zero_grad()
                     criterion(wrapped(x), y).backward()
                     optimizer.step()
-                    if sum(steps for _, _, steps in engine.accountant.history) == job.num_steps:
+                    num_steps = sum(steps for _, _, steps in engine.accountant.history)
+                    if num_steps == job.num_steps:
                         return rate
 
-    return train_it
+    return train_by_opacus
 
 
 def by_hand(model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock) -> float:
-    """Autograd for one example after the other, torch's Gaussian: what a reader of the paper would write first."""
+    """Trains as the paper reads: autograd of one example after the other, torch's Gaussian."""
     assert job.noise_multiplier is not None
     deviation = job.noise_multiplier * job.max_grad_norm
-    parameters, optimizer = trained(model), optimizer_of(model)
+    parameters = trainable_parameters(model)
+    optimizer = optimizer_of(model)
     clock.begin()
     for ids in poisson(job):
-        sums = [torch.zeros_like(p) for p in parameters]
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
         for i in ids.tolist():
             loss = F.cross_entropy(model(train[0][i : i + 1]), train[1][i : i + 1])
             gradients = torch.autograd.grad(loss, parameters)
-            norm = torch.sqrt(torch.stack([g.square().sum() for g in gradients]).sum())
+            squares = [gradient.square().sum() for gradient in gradients]
+            norm = torch.sqrt(torch.stack(squares).sum())
             factor = (job.max_grad_norm / (norm + 1e-6)).clamp(max=1)
             for total, gradient in zip(sums, gradients, strict=True):
                 total += factor * gradient
-        for p, total in zip(parameters, sums, strict=True):
-            p.grad = (total + deviation * torch.randn_like(p)) / job.expected_batch_size
+        for parameter, total in zip(parameters, sums, strict=True):
+            noise = torch.randn_like(parameter)
+            parameter.grad = (total + deviation * noise) / job.expected_batch_size
         optimizer.step()
     return job.expected_batch_size / job.num_examples
 
 
 def pld_epsilon(sigma: float, rate: float, steps: int) -> float:
-    """By dp-accounting's PLD, of Poisson samples without a cap."""
+    """Returns the epsilon of Poisson samples without a cap, by dp-accounting's PLD."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.pld import PLDAccountant
 
@@ -370,20 +390,24 @@ def pld_epsilon(sigma: float, rate: float, steps: int) -> float:
     return float(accountant.get_epsilon(DELTA))
 
 
-def by_dp_accounting(job: Job) -> float:
-    """By bisection of the PLD accountant's epsilon."""
-    low, high = 0.3, 100.0
+def dp_accounting_sigma(job: Job) -> float:
+    """Returns the sigma by bisection of the PLD accountant's epsilon."""
+    low = 0.3
+    high = 100.0
+    rate = job.expected_batch_size / job.num_examples
     while high / low > 1.0005:
         middle = math.sqrt(low * high)
-        epsilon = pld_epsilon(middle, job.expected_batch_size / job.num_examples, job.num_steps)
-        low, high = (middle, high) if epsilon > job.epsilon else (low, middle)
+        if pld_epsilon(middle, rate, job.num_steps) > job.epsilon:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def non_private(
     model: nn.Sequential, train: tuple[Tensor, Tensor], job: Job, clock: Clock
 ) -> float:
-    """The same steps without clipping and noise."""
+    """Trains by the same steps without clipping and noise."""
     optimizer = optimizer_of(model)
     clock.begin()
     for ids in poisson(job):
@@ -397,47 +421,60 @@ def non_private(
 
 SYSTEMS: dict[str, tuple[Callable[[Job], float], Train]] = {
     "ours": (lambda job: our_plan(job).noise_multiplier, ours),
-    "opacus": (by_opacus, opacus("hooks")),
-    "opacus_ghost": (by_opacus, opacus("ghost")),
-    "by_hand": (by_dp_accounting, by_hand),
+    "opacus": (opacus_sigma, opacus("hooks")),
+    "opacus_ghost": (opacus_sigma, opacus("ghost")),
+    "by_hand": (dp_accounting_sigma, by_hand),
     "non_private": (lambda job: 0.0, non_private),
 }
-"""How each calibrates sigma, and how it trains."""
+"""The calibration of sigma and the training of each system."""
 
 
-def calibrated(job: Job) -> float:
-    """sigma; in a process whose memory nobody measures."""
-    return SYSTEMS[job.system][0](job)
+def calibrated_sigma(job: Job) -> float:
+    """Returns sigma; for a process whose memory is not measured."""
+    calibrate, _ = SYSTEMS[job.system]
+    return calibrate(job)
 
 
 def run(job: Job) -> Outcome:
-    """Trains once, in a process that does nothing else."""
+    """Trains once, in a process of its own, and returns the measurements."""
     clock = Clock()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    arrays = DATA[job.data][0]()
+    load, make_network, _, _ = DATA[job.data]
+    arrays = load()
     torch.manual_seed(job.seed)
-    model = DATA[job.data][1]()
-    torch.seed()  # the seed is that of the starting weights alone
-    rate = SYSTEMS[job.system][1](model, arrays[:2], job, clock)
-    seconds, peak = clock.seconds(), peak_mib()
+    model = make_network()
+    # The seed is that of the starting weights alone.
+    torch.seed()
+    _, train = SYSTEMS[job.system]
+    rate = train(model, arrays[:2], job, clock)
+    seconds = clock.seconds()
+    peak = peak_mib()
     with torch.no_grad():
-        accuracy = float((model(arrays.x_test).argmax(1) == arrays.y_test).double().mean())
-    written = (
-        f"opacus {version('opacus')}"
-        if job.system.startswith("opacus")
-        else f"torch {torch.__version__}"
+        predicted = model(arrays.x_test).argmax(1)
+        accuracy = float((predicted == arrays.y_test).double().mean())
+    return Outcome(
+        version=(
+            f"opacus {version('opacus')}"
+            if job.system.startswith("opacus")
+            else f"torch {torch.__version__}"
+        ),
+        sample_rate=rate,
+        accuracy=accuracy,
+        seconds=seconds,
+        start_seconds=clock.start_seconds,
+        start_mib=clock.start_mib,
+        peak_mib=peak,
     )
-    return Outcome(written, rate, accuracy, seconds, clock.start_seconds, clock.start_mib, peak)
 
 
-def alone() -> ProcessPoolExecutor:
-    """A process that starts bare and takes one job after the other."""
+def fresh_process() -> ProcessPoolExecutor:
+    """Returns a process that starts without imports and takes one job after the other."""
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
-def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
-    """Epsilon of what a system really used, by two accountants."""
+def judge_epsilon(sigma: float, rate: float, steps: int) -> dict[str, float]:
+    """Returns the epsilon of the parameters that a system really used, by two accountants."""
     from opacus.accountants import PRVAccountant
 
     prv = PRVAccountant()
@@ -448,64 +485,76 @@ def judged(sigma: float, rate: float, steps: int) -> dict[str, float]:
 def summary(
     rounds: list[dict[str, Outcome]], system: str, sigma: float, num_steps: int
 ) -> dict[str, Any]:
-    """One system's row."""
+    """Returns the row of a system."""
     from evaluation.few_shot import interval
 
-    own, pairs = (
-        [r[system] for r in rounds],
-        [(r[system], r["non_private"]) for r in rounds if "non_private" in r],
-    )
+    outcomes = [outcome_of[system] for outcome_of in rounds]
+    accuracies = [outcome.accuracy for outcome in outcomes]
     row: dict[str, Any] = {
-        "version": own[0].version,
+        "version": outcomes[0].version,
         "noise_multiplier": sigma,
-        "sample_rate": own[0].sample_rate,
-        "accuracy": interval([o.accuracy for o in own]),
-        "accuracies": [o.accuracy for o in own],
+        "sample_rate": outcomes[0].sample_rate,
+        "accuracy": interval(accuracies),
+        "accuracies": accuracies,
     }
     if sigma:
-        row["epsilon_judged"] = judged(sigma, own[0].sample_rate, num_steps)
-    for name, values in {
-        "accuracy_minus_ours": [
-            r[system].accuracy - r["ours"].accuracy for r in rounds if "ours" in r
-        ],
-        "time_ratio": [one.seconds / plain.seconds for one, plain in pairs],
-        "memory_ratio": [one.peak_mib / plain.peak_mib for one, plain in pairs],
-    }.items():
-        row[name] = interval(values) if values else None
-    row["seconds"] = [round(o.seconds, 2) for o in own]
-    row["start_seconds"] = [round(o.start_seconds, 2) for o in own]
-    row["peak_mib"] = [round(o.peak_mib) for o in own]
-    row["mib_of_the_steps"] = [round(o.peak_mib - o.start_mib) for o in own]
+        row["epsilon_judged"] = judge_epsilon(sigma, outcomes[0].sample_rate, num_steps)
+    gains = []
+    time_ratios = []
+    memory_ratios = []
+    for outcome_of in rounds:
+        outcome = outcome_of[system]
+        if "ours" in outcome_of:
+            gains.append(outcome.accuracy - outcome_of["ours"].accuracy)
+        if "non_private" in outcome_of:
+            plain = outcome_of["non_private"]
+            time_ratios.append(outcome.seconds / plain.seconds)
+            memory_ratios.append(outcome.peak_mib / plain.peak_mib)
+    row["accuracy_minus_ours"] = interval(gains) if gains else None
+    row["time_ratio"] = interval(time_ratios) if time_ratios else None
+    row["memory_ratio"] = interval(memory_ratios) if memory_ratios else None
+    row["seconds"] = [round(outcome.seconds, 2) for outcome in outcomes]
+    row["start_seconds"] = [round(outcome.start_seconds, 2) for outcome in outcomes]
+    row["peak_mib"] = [round(outcome.peak_mib) for outcome in outcomes]
+    row["mib_of_the_steps"] = [round(outcome.peak_mib - outcome.start_mib) for outcome in outcomes]
     return row
 
 
 def cell(name: str, epsilon: float, seeds: int) -> dict[str, Any]:
-    """All rounds of a data set and an epsilon; a system that refuses is out from then on."""
+    """Returns all rounds of a data set and an epsilon.
+
+    A system that raises is left out of the later rounds, and of the rows.
+    """
     load, _, batch, num_steps = DATA[name]
-    arrays, systems = load(), list(SYSTEMS)
+    arrays = load()
+    systems = list(SYSTEMS)
     refused: dict[str, str] = {}
     sigmas: dict[str, float] = {}
     rounds: list[dict[str, Outcome]] = []
     with contextlib.ExitStack() as stack:
-        workers = {system: stack.enter_context(alone()) for system in systems}
+        workers = {system: stack.enter_context(fresh_process()) for system in systems}
         for seed in range(seeds):
             rounds.append({})
-            turn = [*systems[seed % len(systems) :], *systems[: seed % len(systems)]]
-            for system in (s for s in turn if s not in refused):
+            first = seed % len(systems)
+            for system in [*systems[first:], *systems[:first]]:
+                if system in refused:
+                    continue
                 job = Job(system, name, seed, epsilon, len(arrays.y), batch, num_steps)
-                print(
-                    f"{name}, epsilon {epsilon:g}, seed {seed}: {system}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                message = f"{name}, epsilon {epsilon:g}, seed {seed}: {system}"
+                print(message, file=sys.stderr, flush=True)
                 try:
                     if system not in sigmas:
-                        with alone() as other:
-                            sigmas[system] = other.submit(calibrated, job).result()
+                        with fresh_process() as process:
+                            sigmas[system] = process.submit(calibrated_sigma, job).result()
                     job = replace(job, noise_multiplier=sigmas[system])
                     rounds[-1][system] = workers[system].submit(run, job).result()
-                except Exception as error:  # whatever a system says no with
+                # Systems refuse by exceptions of any type.
+                except Exception as error:
                     refused[system] = f"{type(error).__name__}: {error}"
+    rows = {}
+    for system in systems:
+        if system not in refused:
+            rows[system] = summary(rounds, system, sigmas[system], num_steps)
     return {
         "data": name,
         "target_epsilon": epsilon,
@@ -515,15 +564,12 @@ def cell(name: str, epsilon: float, seeds: int) -> dict[str, Any]:
         "expected_batch_size": batch,
         "num_steps": num_steps,
         "refused": refused,
-        "systems": {
-            one: summary(rounds, one, sigmas[one], num_steps)
-            for one in systems
-            if one not in refused
-        },
+        "systems": rows,
     }
 
 
 def main() -> None:
+    """Runs the chosen cells and prints all cells as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -531,17 +577,22 @@ def main() -> None:
     parser.add_argument("--epsilons", nargs="+", type=float, default=list(EPSILONS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--output", type=Path, help="the JSON, written after every cell; cells there are kept"
+        "--output",
+        type=Path,
+        help="the JSON, written after every cell; cells in it are not run again",
     )
     arguments = parser.parse_args()
     optimizer = {"rate": RATE, "momentum": MOMENTUM, "max_grad_norm": Job.max_grad_norm}
     record: dict[str, Any] = {"benchmark": "utility", "optimizer": optimizer, "cells": []}
     if arguments.output is not None and arguments.output.exists():
         record |= json.loads(arguments.output.read_text())
-    done = {(c["data"], c["target_epsilon"]) for c in record["cells"]}
+    done = {(done_cell["data"], done_cell["target_epsilon"]) for done_cell in record["cells"]}
     for name in arguments.data:
-        for epsilon in (e for e in arguments.epsilons if (name, e) not in done):
-            began = {
+        for epsilon in arguments.epsilons:
+            if (name, epsilon) in done:
+                continue
+            # Before the cell, whose own processes load the machine.
+            circumstances = {
                 "date": datetime.date.today().isoformat(),
                 "command": " ".join(["python benchmarks/utility.py", *sys.argv[1:]]),
                 "machine": {
@@ -550,7 +601,7 @@ def main() -> None:
                     "load": os.getloadavg()[0],
                 },
             }
-            record["cells"].append(began | cell(name, epsilon, arguments.seeds))
+            record["cells"].append(circumstances | cell(name, epsilon, arguments.seeds))
             if arguments.output is not None:
                 arguments.output.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))

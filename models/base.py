@@ -1,9 +1,11 @@
-"""What all models around a vision transformer share: how their weights are drawn, on whatever device; and an encoder alone.
+"""The base of all models around a vision transformer; it draws their weights.
 
-Initialisation is deterministic, the same on every rank and device for the same seed. As in DP-Cap (Sander et al. 2024,
-https://arxiv.org/abs/2403.02506): Linear and the flattened patch convolution Xavier uniform (Glorot & Bengio 2010) with zero
-biases, LayerNorm (1, 0); class token, type embeddings and learned positions N(0, 0.02^2). Embeddings are N(0, std^2) with the
-std of `DecoderConfig.embedding_std`. A parameter that several modules share is drawn once, for the first of them.
+Initialisation is deterministic, the same on every rank and device for the same seed, as in DP-Cap
+(Sander et al. 2024, https://arxiv.org/abs/2403.02506): Linear and the flattened patch convolution
+Xavier uniform (Glorot & Bengio 2010) with zero biases, LayerNorm (1, 0); class token, type
+embeddings and learned positions N(0, 0.02^2). Embeddings are N(0, std^2) with the std of
+`DecoderConfig.embedding_std`. A parameter that several modules share is drawn once, for the first
+of them.
 """
 
 import math
@@ -20,9 +22,10 @@ EMBEDDING_STD = 0.02
 
 
 class VisionModel(nn.Module):
-    """Parameters live in `encoder` and in parts of the subclass, whose constructor ends with `_init_unless_meta`.
+    """A model whose parameters live in `encoder` and in parts that a subclass adds.
 
-    Row i of every output depends on row i of the inputs alone.
+    The subclass's constructor ends with `_init_unless_meta`. Row i of every output depends on row i
+    of the inputs alone.
     """
 
     encoder: VisionTransformer
@@ -44,16 +47,16 @@ class VisionModel(nn.Module):
         *,
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
-        after: Callable[[nn.Module], None] | None = None,
+        module_hook: Callable[[nn.Module], None] | None = None,
     ) -> Self:
-        """A model with initialised weights, drawn once (see `init_weights`)."""
+        """Returns a model with initialised weights, each drawn once (see `init_weights`)."""
         with torch.device("meta"):
             model = cls(config)
-        model.init_weights(generator, device=device, after=after)
+        model.init_weights(generator, device=device, module_hook=module_hook)
         return model
 
     def start_at_zero(self) -> Collection[nn.Module]:
-        """Layers whose weight is zero in the beginning."""
+        """Returns the layers whose weight is zero in the beginning."""
         return ()
 
     @torch.no_grad()
@@ -62,80 +65,83 @@ class VisionModel(nn.Module):
         generator: torch.Generator | None = None,
         *,
         device: torch.device | str = "cpu",
-        after: Callable[[nn.Module], None] | None = None,
+        module_hook: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """Overwrite every parameter and recompute every fixed buffer, in the order of the modules.
+        """Overwrites all parameters and recomputes all fixed buffers, in the order of the modules.
 
-        One module after the other, so that a model too large for one process can be sharded while it is built. Parameters that
-        modules share stay shared.
+        Modules are set one after the other, so that a model too large for one process can be
+        sharded while it is built. Parameters that modules share stay shared.
 
         Args:
-            generator: source of the random numbers; None takes torch's global CPU generator. Numbers are drawn in float32
-                on the generator's device and copied, so that dtype and device of the model do not matter.
-            device: where what is still on the meta device is made.
-            after: called with every module as soon as its own parameters (not those of its children) are set, e.g. to shard
-                them; it must not draw from the generator.
+            generator: source of the random numbers; None takes torch's global CPU generator.
+                Numbers are drawn in float32 on the generator's device and copied, so that dtype and
+                device of the model do not matter.
+            device: where parameters and buffers of the meta device get their memory.
+            module_hook: called with every module as soon as its own parameters (not those of its
+                children) are set, e.g. to shard them; it must not draw from the generator.
         """
-        first: dict[int, tuple[nn.Module, str]] = {}
-        # Module -> name there -> (the first module that owns the parameter, name there).
+        first_owners: dict[int, tuple[nn.Module, str]] = {}
+        # Module -> its name of the parameter -> (first module that owns the parameter, first name).
         shared: dict[nn.Module, dict[str, tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                owner, first_name = first.setdefault(id(parameter), (module, name))
+                owner, first_name = first_owners.setdefault(id(parameter), (module, name))
                 if owner is not module:
-                    shared.setdefault(module, {})[name] = owner, first_name
-        zeros = self.start_at_zero()
+                    shared.setdefault(module, {})[name] = (owner, first_name)
+        zero_layers = self.start_at_zero()
         for module in self.modules():
-            borrowed = shared.get(module, {})
-            for name in borrowed:
+            borrowed_parameters = shared.get(module, {})
+            # Out of the way, so that neither `to_empty` nor `_draw` touches them a second time.
+            for name in borrowed_parameters:
                 module.register_parameter(name, None)
-            if any(
-                t.is_meta
-                for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            ):
+            tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if any(tensor.is_meta for tensor in tensors):
                 module.to_empty(device=device, recurse=False)
             _draw(module, generator, self.token_std)
-            if module in zeros:
+            if module in zero_layers:
                 module.get_parameter("weight").zero_()
-            for name, (owner, first_name) in borrowed.items():
+            for name, (owner, first_name) in borrowed_parameters.items():
                 module.register_parameter(name, owner.get_parameter(first_name))
-            if after is not None:
-                after(module)
+            if module_hook is not None:
+                module_hook(module)
 
     def _init_unless_meta(self) -> None:
-        """Initialises the model, unless it is on the meta device, where there is nothing to set yet."""
+        """Initialises the model, unless it is on the meta device, where tensors have no memory."""
         if not self.encoder.class_token.is_meta:
             self.init_weights()
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated units, in order of use, for activation checkpointing and sharding."""
+        """Returns the repeated units in order of use, for activation checkpointing and sharding."""
         decoder = getattr(self, "decoder", None)
-        return [*self.encoder.blocks, *(decoder.blocks if decoder is not None else ())]
+        decoder_blocks = () if decoder is None else decoder.blocks
+        return [*self.encoder.blocks, *decoder_blocks]
 
 
 def _draw(module: nn.Module, generator: torch.Generator | None, token_std: float) -> None:
     """Sets the module's own parameters and buffers, not those of its children."""
 
-    def sample(tensor: Tensor) -> Tensor:
-        return torch.empty(
-            tensor.shape,
-            dtype=torch.float32,
-            device="cpu" if generator is None else generator.device,
-        )
+    def empty_like(tensor: Tensor) -> Tensor:
+        # On the generator's device and in float32: the numbers do not depend on the model's own.
+        device = "cpu" if generator is None else generator.device
+        return torch.empty(tensor.shape, dtype=torch.float32, device=device)
 
     match module:
         case nn.LayerNorm():
             module.weight.fill_(1.0)
         case nn.Linear() | nn.Conv2d() if module.weight is not None:
             bound = math.sqrt(6.0 / sum(module.weight.flatten(1).shape))
-            module.weight.copy_(sample(module.weight).uniform_(-bound, bound, generator=generator))
-        case nn.Linear() | nn.Conv2d():  # its weight is another module's
+            weight = empty_like(module.weight)
+            module.weight.copy_(weight.uniform_(-bound, bound, generator=generator))
+        # The weight is another module's.
+        case nn.Linear() | nn.Conv2d():
             pass
         case _:
             std = token_std if isinstance(module, nn.Embedding) else EMBEDDING_STD
             for parameter in module.parameters(recurse=False):
-                parameter.copy_(sample(parameter).normal_(0.0, std, generator=generator))
-            if callable(reset_buffers := getattr(module, "reset_buffers", None)):
+                normals = empty_like(parameter).normal_(0.0, std, generator=generator)
+                parameter.copy_(normals)
+            reset_buffers = getattr(module, "reset_buffers", None)
+            if callable(reset_buffers):
                 reset_buffers()
             return
     if module.bias is not None:
@@ -143,7 +149,7 @@ def _draw(module: nn.Module, generator: torch.Generator | None, token_std: float
 
 
 class ImageEncoder(VisionModel):
-    """What other projects release without its decoder, for features; there is no loss to train it by.
+    """An encoder as other projects release it, without a decoder: for features, without a loss.
 
     Parameters live in `encoder`, under the names that they have in every other model.
     """
@@ -156,6 +162,6 @@ class ImageEncoder(VisionModel):
         self._init_unless_meta()
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D), the class token first."""
+        """Returns normalised tokens (B, T, D), the class token first."""
         tokens_BTD: Tensor = self.encoder(images_BCHW)
         return tokens_BTD

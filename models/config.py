@@ -1,14 +1,18 @@
-"""Frozen model configurations and their named sizes; two small ones are for tests and the quickstart.
+"""Frozen configurations of the models, and named sizes.
 
-`SIZES` holds the encoder and decoder shapes of DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506,
-section 4 and the released model definitions; its "Small" is 576 wide and its "Large" has a 768 wide decoder). `MAE_SIZES` holds
-ViP's (Yu et al. 2023, https://arxiv.org/abs/2306.08842, from the released model definitions): the names are not timm's, its
-"Tiny" is 384 wide, and all sizes share one decoder, 512 wide with four blocks. Classifiers take the encoders of both.
+`SIZES` holds the encoder and decoder shapes of DP-Cap (Sander et al. 2024,
+https://arxiv.org/abs/2403.02506, section 4 and the released model definitions): its "Small" is 576
+wide and its "Large" has a 768 wide decoder. `MAE_SIZES` holds the shapes of ViP (Yu et al. 2023,
+https://arxiv.org/abs/2306.08842, from the released model definitions): its names are not timm's,
+its "Tiny" is 384 wide, and all its sizes share one decoder, 512 wide with four blocks. `pico` and
+`nano` are for tests and the quickstart. Classifiers take the encoders of all sizes.
 
     >>> config = captioner_config("pico", vocab_size=4000, decoder_depth=3)
     >>> config.encoder.num_patches, config.decoder.depth
     (64, 3)
-    >>> config = classifier_config("vip_base", num_classes=1000, trainable="adapters", adapter_rank=8)
+    >>> config = classifier_config(
+    ...     "vip_base", num_classes=1000, trainable="adapters", adapter_rank=8
+    ... )
     >>> config.encoder.width, config.adapter_rank
     (768, 8)
 """
@@ -21,7 +25,10 @@ Config = TypeVar("Config", bound=Any)
 
 
 class ModelConfigError(ValueError):
-    """The requested model cannot be built: unknown size or field, or values that do not fit together. The way out is one line."""
+    """A model that cannot be built: an unknown size or field, or values that contradict each other.
+
+    The message is one line and says how to mend the configuration.
+    """
 
     exit_code = 2
 
@@ -54,24 +61,26 @@ LIMITS: Mapping[str, float] = {
     "adapter_rank": 2**17,
     "adapter_alpha": 1e6,
 }
-"""Most of each size, more than any machine holds: what is above is a slip of the pen."""
+"""The most that each field may be: more than any machine holds, so a larger number is a typo."""
 
 
 def check_fields(config: Any) -> None:
-    """Refuses a value of another type than its field's, outside of the field's choices, or beyond `LIMITS`.
+    """Refuses a value of a wrong type, outside of its field's choices, or beyond `LIMITS`.
 
     Raises:
         ModelConfigError: one line that names the field, what it takes and what it got.
     """
     for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
+        name = field.name
+        value = getattr(config, name)
+        choices = get_args(field.type)
         if field.type in (int, float, bool):
             accepted = int | float if field.type is float else field.type
-            if not isinstance(value, accepted) or (
-                isinstance(value, bool) and field.type is not bool
-            ):
+            # Python counts a bool as an int.
+            is_stray_bool = isinstance(value, bool) and field.type is not bool
+            if is_stray_bool or not isinstance(value, accepted):
                 raise ModelConfigError(f"{name} must be a {field.type.__name__}, got {value!r}")
-        elif (choices := get_args(field.type)) and value not in choices:
+        elif choices and value not in choices:
             raise ModelConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         if name in LIMITS and not 0 < value <= LIMITS[name]:
             raise ModelConfigError(
@@ -80,7 +89,13 @@ def check_fields(config: Any) -> None:
 
 
 def check_transformer(config: Any, part: str) -> None:
-    """Does what `check_fields` does, and refuses heads, MLPs and positions that do not fit the width of the model's `part`."""
+    """Refuses what `check_fields` refuses, and a shape that contradicts the width.
+
+    Heads, MLPs and sin-cos positions each need a width that fits them.
+
+    Args:
+        part: names the transformer in errors, "encoder" or "decoder".
+    """
     check_fields(config)
     if config.width % config.num_heads:
         raise ModelConfigError(
@@ -88,7 +103,8 @@ def check_transformer(config: Any, part: str) -> None:
         )
     if config.width * config.mlp_ratio < 1:
         raise ModelConfigError(
-            f"{part} mlp_ratio {config.mlp_ratio:g} leaves no unit of width {config.width} in its MLPs; 4 is usual"
+            f"{part} mlp_ratio {config.mlp_ratio:g} gives width {config.width} an MLP without "
+            "units; 4 is usual"
         )
     if config.position == "sincos" and config.width % 4:
         raise ModelConfigError(
@@ -98,13 +114,16 @@ def check_transformer(config: Any, part: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class VitConfig:
-    """A pre-norm vision transformer with a class token (Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929).
+    """A pre-norm vision transformer with a class token.
+
+    Source: Dosovitskiy et al. 2021, https://arxiv.org/abs/2010.11929.
 
     Attributes:
         image_size, patch_size: pixels; the image is square and a whole number of patches.
         width, depth, num_heads, mlp_ratio: the transformer's shape.
         position: "sincos" is a fixed buffer (the class token's row is zero), "learned" a parameter.
-        qkv_bias: whether query, key and value have a bias. Output projection and MLP always have one.
+        qkv_bias: whether query, key and value have a bias. Output projection and MLP always have
+            one.
     """
 
     image_size: int = 224
@@ -127,7 +146,7 @@ class VitConfig:
 
     @property
     def grid_size(self) -> int:
-        """Patches along one side."""
+        """Returns the number of patches along one side."""
         return self.image_size // self.patch_size
 
     @property
@@ -136,7 +155,7 @@ class VitConfig:
 
     @property
     def num_image_tokens(self) -> int:
-        """T: the class token and all patches."""
+        """Returns T, the number of patches and the class token."""
         return self.num_patches + 1
 
 
@@ -145,11 +164,14 @@ class DecoderConfig:
     """A causal text decoder with cross-attention to the image.
 
     Attributes:
-        width, depth, num_heads, mlp_ratio: the transformer's shape; the width may differ from the encoder's.
-        norm_position: "post" normalises after each residual sum (Vaswani et al. 2017, and DP-Cap), "pre" before each
-            branch. The head has a LayerNorm of its own in both.
-        position: kind of the text positions and of the image positions that the decoder adds to its memory.
-        bias: whether the blocks' Linear layers have biases (DP-Cap: no). The memory projection and the head always do.
+        width, depth, num_heads, mlp_ratio: the transformer's shape; the width may differ from the
+            encoder's.
+        norm_position: "post" normalises after each residual sum (Vaswani et al. 2017, and DP-Cap),
+            "pre" before each branch. The head has a LayerNorm of its own in both.
+        position: kind of the text positions and of the image positions that the decoder adds to its
+            memory.
+        bias: whether the blocks' Linear layers have biases (DP-Cap: no). The memory projection and
+            the head always do.
         activation: between the two Linear layers of the blocks' MLP; "gelu" is the exact one.
         embedding_std: standard deviation of the token embedding's initial values. DP-Cap: 1.
     """
@@ -171,20 +193,21 @@ class DecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptionerConfig:
-    """An image captioner. The defaults of the tokens are those of the BERT vocabulary that DP-Cap uses.
+    """An image captioner; the token defaults are those of BERT's vocabulary, which DP-Cap uses.
 
     Attributes:
         encoder, decoder: the two transformers.
         vocab_size: V.
         num_tokens: longest caption, counted with its first (`bos_id`) and last (`eos_id`) token.
         pad_id, bos_id, eos_id: the tokenizer's special tokens.
-        max_logits: most scores (B * L * V) that the loss holds at once; above it the head works by chunks of the vocabulary
-            and computes each score again when it is needed (`models.vocabulary_head`). Speed and memory only.
-        parallel_share: probability, by a coin of the example's own, that a training example is predicted in parallel, from
-            mask embeddings alone and without a causal mask (CapPa, Tschannen et al. 2023; its best: 0.75). 0 is Cap and has
-            no mask embedding.
-        tied_head: the output projection shares the token embedding's weight (its bias is its own). Both then start from
-            `DecoderConfig.embedding_std`.
+        max_logits: most scores (B * L * V) that the loss holds at once; above it the head works by
+            chunks of the vocabulary and computes each score again when it is needed
+            (`models.vocabulary_head`). Speed and memory only.
+        parallel_share: probability, by a coin of the example's own, that a training example is
+            predicted in parallel, from mask embeddings alone and without a causal mask (CapPa,
+            Tschannen et al. 2023; its best: 0.75). 0 is Cap and has no mask embedding.
+        tied_head: the output projection shares the token embedding's weight (its bias is its own).
+            Both then start from `DecoderConfig.embedding_std`.
     """
 
     encoder: VitConfig
@@ -202,7 +225,8 @@ class CaptionerConfig:
         check_fields(self)
         if not 2 <= self.num_tokens <= MAX_TOKENS:
             raise ModelConfigError(
-                f"num_tokens must be at least 2 (first and last token) and at most {MAX_TOKENS:,}, got {self.num_tokens}"
+                f"num_tokens must be at least 2 (first and last token) and at most {MAX_TOKENS:,}, "
+                f"got {self.num_tokens}"
             )
         if not 0 <= self.parallel_share <= 1:
             raise ModelConfigError(
@@ -220,7 +244,7 @@ class CaptionerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelDecoderConfig:
-    """The light transformer that predicts pixels: pre-norm blocks as in the encoder. Its positions are fixed by default."""
+    """The light transformer that predicts pixels: pre-norm blocks as in the encoder."""
 
     width: int = 512
     depth: int = 4
@@ -235,11 +259,13 @@ class PixelDecoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedAutoencoderConfig:
-    """
+    """A masked autoencoder: an encoder of visible patches and a decoder of all pixels.
+
     Attributes:
         encoder, decoder: the two transformers.
         mask_ratio: share of the patches that the encoder does not see.
-        normalise_pixels: predict each patch's pixels after subtracting their mean and dividing by their deviation.
+        normalise_pixels: predict each patch's pixels after subtracting their mean and dividing by
+            their deviation.
     """
 
     encoder: VitConfig
@@ -251,27 +277,32 @@ class MaskedAutoencoderConfig:
         check_fields(self)
         if not 0 < self.num_visible < self.encoder.num_patches:
             raise ModelConfigError(
-                f"mask_ratio {self.mask_ratio} leaves {self.num_visible} of {self.encoder.num_patches} patches visible; "
-                "at least one must be visible and one masked"
+                f"mask_ratio {self.mask_ratio} leaves {self.num_visible} of "
+                f"{self.encoder.num_patches} patches visible; at least one must be visible and one "
+                "masked"
             )
 
     @property
     def num_visible(self) -> int:
-        """Patches that the encoder sees; the same for every image."""
+        """Returns the number of patches that the encoder sees, the same for every image."""
         return int(self.encoder.num_patches * (1 - self.mask_ratio))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierConfig:
-    """
+    """A classifier: an encoder, with or without adapters, and a linear head.
+
     Attributes:
         encoder: as in the captioner or masked autoencoder that it comes from.
         num_classes: labels are 0 to num_classes - 1. Public.
-        features: what the head sees: the class token, or the mean over the patch tokens.
-        trainable: everything; the head alone; or low-rank adapters in the encoder and the head.
-        adapter_rank, adapter_alpha: r and alpha of LoRA (Hu et al. 2022, https://arxiv.org/abs/2106.09685).
-        adapter_layers: adapters for the attention's two layers of each block, or for the MLP's two as well.
-        feature_norm: LayerNorm without parameters between features and head, so that all images weigh alike.
+        features: input of the head: the class token, or the mean over the patch tokens.
+        trainable: all parameters; the head alone; or low-rank adapters in the encoder and the head.
+        adapter_rank, adapter_alpha: r and alpha of LoRA (Hu et al. 2022,
+            https://arxiv.org/abs/2106.09685).
+        adapter_layers: adapters for the attention's two layers of each block, or for the MLP's two
+            as well.
+        feature_norm: LayerNorm without parameters between features and head, so that all images
+            weigh alike.
         label_smoothing: share of the target that is spread over all classes.
     """
 
@@ -289,11 +320,13 @@ class ClassifierConfig:
         check_fields(self)
         if not 2 <= self.num_classes <= MAX_CLASSES:
             raise ModelConfigError(
-                f"num_classes must be at least 2 and at most {MAX_CLASSES:,}, got {self.num_classes}"
+                f"num_classes must be at least 2 and at most {MAX_CLASSES:,}, got "
+                f"{self.num_classes}"
             )
         if self.adapter_rank > self.encoder.width:
             raise ModelConfigError(
-                f"adapter_rank {self.adapter_rank} is more than the encoder's width {self.encoder.width}: train everything"
+                f"adapter_rank {self.adapter_rank} is more than the encoder's width "
+                f"{self.encoder.width}: train everything"
             )
         if not 0 <= self.label_smoothing < 1:
             raise ModelConfigError(
@@ -303,7 +336,7 @@ class ClassifierConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The configuration of an encoder and nothing else."""
+    """An encoder alone, for features."""
 
     encoder: VitConfig
 
@@ -311,7 +344,7 @@ class EncoderConfig:
 def _dpcap(
     width: int, depth: int, heads: int, *, decoder_width: int, decoder_heads: int
 ) -> CaptionerConfig:
-    """A DP-Cap captioner: 224 pixels, patches of 16, six post-norm decoder blocks without biases."""
+    """Returns a DP-Cap captioner: 224 pixels, patches of 16, six post-norm blocks without bias."""
     return CaptionerConfig(
         encoder=VitConfig(width=width, depth=depth, num_heads=heads),
         decoder=DecoderConfig(width=decoder_width, num_heads=decoder_heads),
@@ -319,14 +352,14 @@ def _dpcap(
 
 
 def _small_encoder(width: int, depth: int, *, qkv_bias: bool = False) -> VitConfig:
-    """For images of 64 pixels."""
+    """Returns an encoder for images of 64 pixels."""
     return VitConfig(
         image_size=64, patch_size=8, width=width, depth=depth, num_heads=4, qkv_bias=qkv_bias
     )
 
 
 def _small(width: int, depth: int, decoder_depth: int) -> CaptionerConfig:
-    """The same architecture for small images and a vocabulary of about 4,000 tokens."""
+    """Returns a captioner for small images and a vocabulary of about 4,000 tokens."""
     return CaptionerConfig(
         encoder=_small_encoder(width, depth),
         decoder=DecoderConfig(width=width, depth=decoder_depth, num_heads=4),
@@ -372,31 +405,35 @@ ENCODERS: Mapping[str, VitConfig] = {
     **{name: config.encoder for name, config in MAE_SIZES.items() if name.startswith("vip_")},
     **{name: config.encoder for name, config in SIZES.items()},
 }
-"""The encoders of the other models, by the name of their size; `pico` and `nano` are the captioners'."""
-_SHORT_NAMES = (
-    "image_size",
-    "patch_size",
-)  # of the encoder; every other field of a part carries the part's name
+"""The encoders of the other models, by the name of their size; `pico` and `nano` are the
+captioners'."""
+_SHORT_NAMES = ("image_size", "patch_size")
+"""Fields of the encoder without its prefix; every other field of a part carries the part's name."""
 
 
 def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
-    """A configuration with some fields replaced; those of a part are named `encoder_width`, `decoder_depth`, ...
+    """Returns a configuration with some fields replaced.
+
+    The fields of a part are named `encoder_width`, `decoder_depth`, ...
 
     Raises:
-        ModelConfigError: unknown field (the line lists the choices), or values that do not fit together.
+        ModelConfigError: unknown field (the line lists the choices), or values that do not fit
+            together.
     """
-    parts = {
-        f.name: type(getattr(base, f.name))
-        for f in fields(base)
-        if is_dataclass(getattr(base, f.name))
-    }
-    targets = {
-        f.name: ("", f.name) for f in fields(base) if f.name not in parts
-    }  # name -> (part, field)
+    parts: dict[str, type] = {}
+    # The name of an override -> (part, field); part "" is the configuration itself.
+    targets: dict[str, tuple[str, str]] = {}
+    for field in fields(base):
+        default = getattr(base, field.name)
+        if is_dataclass(default):
+            parts[field.name] = type(default)
+        else:
+            targets[field.name] = ("", field.name)
     for part, config_class in parts.items():
         for field in fields(config_class):
             is_short = part == "encoder" and field.name in _SHORT_NAMES
-            targets[field.name if is_short else f"{part}_{field.name}"] = (part, field.name)
+            override = field.name if is_short else f"{part}_{field.name}"
+            targets[override] = (part, field.name)
     changes: dict[str, dict[str, Any]] = {"": {}, **{part: {} for part in parts}}
     for name, value in overrides.items():
         if name not in targets:
@@ -405,44 +442,58 @@ def with_overrides(base: Config, overrides: Mapping[str, Any]) -> Config:
             )
         part, field_name = targets[name]
         changes[part][field_name] = value
-    return replace(
-        base, **changes.pop(""), **{p: replace(getattr(base, p), **c) for p, c in changes.items()}
-    )
+    top_changes = changes.pop("")
+    new_parts = {part: replace(getattr(base, part), **changes[part]) for part in parts}
+    return replace(base, **top_changes, **new_parts)
 
 
 def captioner_config(size: str, **overrides: Any) -> CaptionerConfig:
-    """A named size with some fields replaced.
+    """Returns the captioner of a named size with some fields replaced.
 
     Args:
         size: a key of `SIZES`.
-        overrides: fields of `CaptionerConfig` (`vocab_size`, `num_tokens`, `parallel_share`, `tied_head`, ...),
-            `image_size` and `patch_size`, and the other fields of the parts as `encoder_width`, `decoder_norm_position`, ...
+        overrides: fields of `CaptionerConfig` (`vocab_size`, `num_tokens`, `parallel_share`,
+            `tied_head`, ...), `image_size` and `patch_size`, and the other fields of the parts as
+            `encoder_width`, `decoder_norm_position`, ...
 
     Raises:
-        ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.
+        ModelConfigError: unknown size or field (the line lists the choices), or values that do not
+            fit together.
     """
     return with_overrides(named_size(SIZES, size), overrides)
 
 
 def masked_autoencoder_config(size: str, **overrides: Any) -> MaskedAutoencoderConfig:
-    """A named size with some fields replaced: `mask_ratio`, `normalise_pixels`, `image_size`, `patch_size`, `encoder_width`, ...
+    """Returns the masked autoencoder of a named size with some fields replaced.
+
+    Args:
+        size: a key of `MAE_SIZES`.
+        overrides: `mask_ratio`, `normalise_pixels`, `image_size`, `patch_size`, `encoder_width`,
+            ...
 
     Raises:
-        ModelConfigError: unknown size or field (the line lists the choices), or values that do not fit together.
+        ModelConfigError: unknown size or field (the line lists the choices), or values that do not
+            fit together.
     """
     return with_overrides(named_size(MAE_SIZES, size), overrides)
 
 
 def classifier_config(size: str, **overrides: Any) -> ClassifierConfig:
-    """An encoder of a named size under a head; overrides as `num_classes`, `trainable`, `image_size`, `encoder_width`, ...
+    """Returns a classifier over the encoder of a named size.
+
+    Args:
+        size: a key of `ENCODERS`.
+        overrides: `num_classes` (required), `trainable`, `image_size`, `encoder_width`, ...
 
     Raises:
-        ModelConfigError: unknown size or field (the line lists the choices), no `num_classes`, or values that do not fit.
+        ModelConfigError: unknown size or field (the line lists the choices), no `num_classes`, or
+            values that contradict each other.
     """
     encoder = named_size(ENCODERS, size)
     if "num_classes" not in overrides:
         raise ModelConfigError(
-            "num_classes is missing: a classifier's recipe says how many there are in model.overrides"
+            "num_classes is missing: a classifier's recipe says how many there are in "
+            "model.overrides"
         )
     return with_overrides(
         ClassifierConfig(encoder=encoder, num_classes=overrides["num_classes"]), overrides
@@ -450,7 +501,8 @@ def classifier_config(size: str, **overrides: Any) -> ClassifierConfig:
 
 
 def named_size(sizes: Mapping[str, Config], size: str) -> Config:
-    """
+    """Returns the configuration of a named size.
+
     Raises:
         ModelConfigError: unknown size; the line lists the choices.
     """

@@ -1,8 +1,8 @@
 """Building blocks: attention, MLP, positions. Every trainable matrix is called as a module.
 
 Shapes: B batch, L query tokens, S key tokens, T tokens of a position table, D width, H heads.
-Sources: attention and sin-cos positions, Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762); the two-dimensional
-form and its layout, He et al. 2021 (https://arxiv.org/abs/2111.06377).
+Sources: attention and sin-cos positions, Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762);
+the two-dimensional form and its layout, He et al. 2021 (https://arxiv.org/abs/2111.06377).
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from models.config import Activation, PositionKind
 
 
 def _split_heads(x_BLD: Tensor, num_heads: int) -> Tensor:
-    """(B, L, D) -> (B, H, L, D / H)."""
+    """Returns (B, H, L, D / H) of (B, L, D)."""
     return x_BLD.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def _merge_heads(x_BHLd: Tensor) -> Tensor:
-    """(B, H, L, D / H) -> (B, L, D)."""
+    """Returns (B, L, D) of (B, H, L, D / H)."""
     return x_BHLd.transpose(1, 2).flatten(2)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention; the rows of `qkv` are query, key and value, each split over the heads."""
+    """Multi-head self-attention; the rows of `qkv` are query, key and value, heads in each."""
 
     def __init__(
         self, width: int, num_heads: int, *, qkv_bias: bool, out_bias: bool, causal: bool = False
@@ -37,35 +37,41 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, width, bias=out_bias)
 
     def forward(self, x_BLD: Tensor, visible_BLL: Tensor | None = None) -> Tensor:
-        """
+        """Returns each token's attention (B, L, D) to the tokens that it sees.
+
         Args:
-            visible_BLL: bool, True where a query (second dimension) sees a key; takes the place of the causal mask.
+            visible_BLL: bool, True where a query (second dimension) sees a key; takes the place of
+                the causal mask.
         """
         query, key, value = (
             _split_heads(x, self.num_heads) for x in self.qkv(x_BLD).chunk(3, dim=-1)
         )
         mask = None if visible_BLL is None else visible_BLL[:, None]
         is_causal = self.causal and mask is None
-        return self.out(
-            _merge_heads(
-                F.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, is_causal=is_causal
-                )
-            )
+        attention_BHLd = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal
         )
+        return self.out(_merge_heads(attention_BHLd))
 
     def attend(self, query_BLD: Tensor, key_BLSD: Tensor, value_BLSD: Tensor) -> Tensor:
-        """Attention (B, L, D) of queries that each see their own keys and values (parts of `qkv`)."""
+        """Returns the attention (B, L, D) of queries that see keys and values of their own.
+
+        Keys and values are parts of the output of `qkv`.
+        """
         heads = (self.num_heads, -1)
-        query, key, value = (x.unflatten(-1, heads) for x in (query_BLD, key_BLSD, value_BLSD))
+        query = query_BLD.unflatten(-1, heads)
+        key = key_BLSD.unflatten(-1, heads)
+        value = value_BLSD.unflatten(-1, heads)
         scores_BLHS = torch.einsum("blhd,blshd->blhs", query, key) * query.shape[-1] ** -0.5
-        return self.out(
-            torch.einsum("blhs,blshd->blhd", scores_BLHS.softmax(-1), value).flatten(-2)
-        )
+        attention_BLHd = torch.einsum("blhs,blshd->blhd", scores_BLHS.softmax(-1), value)
+        return self.out(attention_BLHd.flatten(-2))
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from text tokens to image memory; the rows of `key_value` are key, then value."""
+    """Multi-head attention from text tokens to image memory.
+
+    The rows of `key_value` are key, then value.
+    """
 
     def __init__(self, width: int, num_heads: int, *, bias: bool) -> None:
         super().__init__()
@@ -78,21 +84,19 @@ class CrossAttention(nn.Module):
         return self.attend(x_BLD, *self.keys_values(memory_BSD))
 
     def keys_values(self, memory_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """What `attend` needs of a memory, (B, H, S, D / H) each: computed once for many queries."""
-        key, value = (
-            _split_heads(m, self.num_heads) for m in self.key_value(memory_BSD).chunk(2, dim=-1)
-        )
-        return key, value
+        """Returns keys and values of a memory, (B, H, S, D / H) each, for calls of `attend`."""
+        key_BSD, value_BSD = self.key_value(memory_BSD).chunk(2, dim=-1)
+        return _split_heads(key_BSD, self.num_heads), _split_heads(value_BSD, self.num_heads)
 
     def attend(self, x_BLD: Tensor, key_BHSd: Tensor, value_BHSd: Tensor) -> Tensor:
+        """Returns the attention (B, L, D) of text tokens to keys and values of a memory."""
         query_BHLd = _split_heads(self.query(x_BLD), self.num_heads)
-        return self.out(
-            _merge_heads(F.scaled_dot_product_attention(query_BHLd, key_BHSd, value_BHSd))
-        )
+        attention_BHLd = F.scaled_dot_product_attention(query_BHLd, key_BHSd, value_BHSd)
+        return self.out(_merge_heads(attention_BHLd))
 
 
 class Mlp(nn.Module):
-    """Linear, exact GELU or ReLU, Linear."""
+    """A linear layer, exact GELU or ReLU, and a linear layer back."""
 
     def __init__(
         self, width: int, hidden_width: int, *, bias: bool, activation: Activation = "gelu"
@@ -104,11 +108,12 @@ class Mlp(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         hidden_BLD = self.up(x_BLD)
-        return self.down(F.gelu(hidden_BLD) if self.activation == "gelu" else F.relu(hidden_BLD))
+        activated_BLD = F.gelu(hidden_BLD) if self.activation == "gelu" else F.relu(hidden_BLD)
+        return self.down(activated_BLD)
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a position table of shape (1, T, D): a fixed buffer ("sincos") or a raw parameter ("learned").
+    """Adds a position table (1, T, D): a fixed buffer ("sincos") or a raw parameter ("learned").
 
     The buffer is a pure function of the configuration, so it is not part of the state dict.
     """
@@ -132,12 +137,13 @@ class PositionEmbedding(nn.Module):
             self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Compute the fixed table (again); needed after a model built on the meta device gets its memory."""
+        """Computes the fixed table again: a buffer moved from the meta device has no values."""
         if self._fixed_table is not None:
             self.table.copy_(self._fixed_table()[None])
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """
+        """Returns the tokens plus their positions.
+
         Args:
             x_BTD: at most as many tokens as the table has.
 
@@ -153,15 +159,24 @@ class PositionEmbedding(nn.Module):
 
 
 def resized_positions(table_1TD: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """A position table for another grid of patches (rows, columns): the class token's is kept, the others are interpolated
-    (bicubic); (1, 1 + new rows * new columns, D)."""
+    """Returns a position table for another grid of patches (rows, columns).
+
+    The class token's position stays, the others are interpolated (bicubic).
+
+    Returns:
+        (1, 1 + new rows * new columns, D)
+    """
     patches = table_1TD[:, 1:].unflatten(1, old).permute(0, 3, 1, 2)
     patches = F.interpolate(patches, size=new, mode="bicubic", align_corners=False)
-    return torch.cat([table_1TD[:, :1], patches.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+    patches_1PD = patches.permute(0, 2, 3, 1).flatten(1, 2)
+    return torch.cat([table_1TD[:, :1], patches_1PD], dim=1)
 
 
 def sincos_positions(positions_N: Tensor, width: int) -> Tensor:
-    """Sines, then cosines, of the positions at width / 2 wavelengths from 2 pi to 10,000 * 2 pi; float64 (N, width)."""
+    """Returns sines, then cosines, of the positions, float64 (N, width).
+
+    The width / 2 wavelengths go from 2 pi to 10,000 * 2 pi.
+    """
     half = width // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device="cpu") / half)
     angles = positions_N.double()[:, None] * frequencies
@@ -169,18 +184,21 @@ def sincos_positions(positions_N: Tensor, width: int) -> Tensor:
 
 
 def text_sincos_table(num_tokens: int, width: int) -> Tensor:
-    """Positions of text, float64 (num_tokens, width)."""
+    """Returns the positions of text tokens, float64 (num_tokens, width)."""
     return sincos_positions(torch.arange(num_tokens, device="cpu"), width)
 
 
 def image_sincos_table(grid_size: int, width: int) -> Tensor:
-    """Positions of a class token (zeros) and of a square grid of patches in row order, float64 (1 + grid^2, width).
+    """Returns the positions of a class token and a square grid of patches.
 
-    The first half of the width encodes the column, the second half the row, as in the masked autoencoder's release.
+    The class token's row is zero; patches follow in row order: float64 (1 + grid^2, width).
+
+
+    The first half of the width encodes the column, the second half the row, as in the masked
+    autoencoder's release.
     """
     index = torch.arange(grid_size, device="cpu")
-    columns, rows = index.repeat(grid_size), index.repeat_interleave(grid_size)
-    patches = torch.cat(
-        [sincos_positions(columns, width // 2), sincos_positions(rows, width // 2)], dim=1
-    )
+    columns = sincos_positions(index.repeat(grid_size), width // 2)
+    rows = sincos_positions(index.repeat_interleave(grid_size), width // 2)
+    patches = torch.cat([columns, rows], dim=1)
     return torch.cat([patches.new_zeros(1, width), patches])

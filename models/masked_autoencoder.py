@@ -1,8 +1,10 @@
-"""Masked autoencoder: a vision transformer sees a quarter of an image's patches, a light decoder predicts the others' pixels.
+"""Masked autoencoder: an encoder sees some of an image's patches, a light decoder predicts all.
 
-Shapes: B batch, C H W image, P patches, K visible patches, T tokens, E encoder width, D decoder width, Q pixels of a patch.
-Sources: He et al. 2021 (https://arxiv.org/abs/2111.06377), section 3; made differentially private in ViP (Yu et al. 2023,
-https://arxiv.org/abs/2306.08842), with one mask and one mean squared error per image.
+Shapes: B batch, C H W image, P patches, K visible patches, T tokens, E encoder width, D decoder
+width, Q pixels of a patch.
+Sources: He et al. 2021 (https://arxiv.org/abs/2111.06377), section 3; made differentially private
+in ViP (Yu et al. 2023, https://arxiv.org/abs/2306.08842), with one mask and one mean squared error
+per image.
 
     >>> from models.config import masked_autoencoder_config
     >>> config = masked_autoencoder_config("pico")
@@ -26,7 +28,7 @@ from models.vit import EncoderBlock, VisionTransformer
 
 
 def to_patches(images_BCHW: Tensor, patch_size: int) -> Tensor:
-    """(B, P, Q): patches in row order; the pixels of each row by row, colours last."""
+    """Returns the patches (B, P, Q) in row order; the pixels of each row by row, colours last."""
     batch_size, channels, height, width = images_BCHW.shape
     grid = images_BCHW.view(
         batch_size, channels, height // patch_size, patch_size, width // patch_size, patch_size
@@ -35,33 +37,35 @@ def to_patches(images_BCHW: Tensor, patch_size: int) -> Tensor:
 
 
 def from_patches(patches_BPQ: Tensor, patch_size: int) -> Tensor:
-    """The inverse of `to_patches` for square images, (B, C, H, W)."""
+    """Returns the square images (B, C, H, W) of patches; the inverse of `to_patches`."""
     batch_size, num_patches, pixels = patches_BPQ.shape
     grid = round(num_patches**0.5)
-    tiles = patches_BPQ.view(
-        batch_size, grid, grid, patch_size, patch_size, pixels // patch_size**2
-    )
-    return tiles.permute(0, 5, 1, 3, 2, 4).reshape(
-        batch_size, -1, grid * patch_size, grid * patch_size
-    )
+    side = grid * patch_size
+    channels = pixels // patch_size**2
+    tiles = patches_BPQ.view(batch_size, grid, grid, patch_size, patch_size, channels)
+    return tiles.permute(0, 5, 1, 3, 2, 4).reshape(batch_size, -1, side, side)
 
 
 def normalised(patches_BPQ: Tensor) -> Tensor:
-    """Each patch with mean 0 and (unbiased) variance 1, as in the masked autoencoder's release."""
+    """Returns patches of mean 0 and (unbiased) variance 1, as in the release of He et al."""
     mean = patches_BPQ.mean(dim=-1, keepdim=True)
     variance = patches_BPQ.var(dim=-1, keepdim=True)
     return (patches_BPQ - mean) / (variance + 1e-6).sqrt()
 
 
 def reconstruction_loss(predicted_BPQ: Tensor, target_BPQ: Tensor, mask_BP: Tensor) -> Tensor:
-    """loss (B,): squared error averaged over each image's own masked patches and their pixels, in float32 (or float64)."""
+    """Returns the loss (B,) of each image, in float32 (or float64).
+
+    It is the squared error, averaged over the image's own masked patches and their pixels.
+    """
     wide = torch.float64 if predicted_BPQ.dtype == torch.float64 else torch.float32
     error_BP = (predicted_BPQ.to(wide) - target_BPQ.to(wide)).square().mean(dim=-1)
-    return error_BP.masked_fill(~mask_BP, 0).sum(dim=1) / mask_BP.sum(dim=1).clamp(min=1)
+    num_masked_B = mask_BP.sum(dim=1).clamp(min=1)
+    return error_BP.masked_fill(~mask_BP, 0).sum(dim=1) / num_masked_B
 
 
 class PixelDecoder(nn.Module):
-    """Visible tokens and a learned token at every masked place -> pixels of all patches.
+    """A decoder from visible tokens, and a learned token at every masked place, to all pixels.
 
     `mask_token` is a raw parameter, used by expansion only.
     """
@@ -70,27 +74,30 @@ class PixelDecoder(nn.Module):
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__()
-        encoder, own = config.encoder, config.decoder
+        encoder = config.encoder
+        decoder = config.decoder
+        width = decoder.width
         block = VitConfig(
-            width=own.width,
-            depth=own.depth,
-            num_heads=own.num_heads,
-            mlp_ratio=own.mlp_ratio,
+            width=width,
+            depth=decoder.depth,
+            num_heads=decoder.num_heads,
+            mlp_ratio=decoder.mlp_ratio,
             qkv_bias=True,
-            norm_eps=own.norm_eps,
+            norm_eps=decoder.norm_eps,
         )
-        self.embedding = nn.Linear(encoder.width, own.width)
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, own.width))
-        fixed_table = partial(image_sincos_table, encoder.grid_size, own.width)
+        self.embedding = nn.Linear(encoder.width, width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        fixed_table = partial(image_sincos_table, encoder.grid_size, width)
         self.position = PositionEmbedding(
-            own.position, encoder.num_image_tokens, own.width, fixed_table
+            decoder.position, encoder.num_image_tokens, width, fixed_table
         )
-        self.blocks = nn.ModuleList([EncoderBlock(block) for _ in range(own.depth)])
-        self.norm = nn.LayerNorm(own.width, eps=own.norm_eps)
-        self.head = nn.Linear(own.width, encoder.patch_size**2 * encoder.num_channels)
+        self.blocks = nn.ModuleList([EncoderBlock(block) for _ in range(decoder.depth)])
+        self.norm = nn.LayerNorm(width, eps=decoder.norm_eps)
+        self.head = nn.Linear(width, encoder.patch_size**2 * encoder.num_channels)
 
     def forward(self, tokens_BTE: Tensor, order_BP: Tensor) -> Tensor:
-        """
+        """Returns the predicted pixels of all patches.
+
         Args:
             tokens_BTE: the encoder's class token and visible tokens.
             order_BP: the patches' indices, visible ones first in the order of their tokens.
@@ -98,21 +105,25 @@ class PixelDecoder(nn.Module):
         Returns:
             (B, P, Q)
         """
-        seen = self.embedding(tokens_BTE)
-        num_masked = order_BP.shape[1] - (seen.shape[1] - 1)
-        patches_BPD = torch.cat(
-            [seen[:, 1:], self.mask_token.expand(len(seen), num_masked, -1)], dim=1
-        )
+        visible_BTD = self.embedding(tokens_BTE)
+        class_token_B1D = visible_BTD[:, :1]
+        patches_BKD = visible_BTD[:, 1:]
+        num_masked = order_BP.shape[1] - patches_BKD.shape[1]
+        masks_BMD = self.mask_token.expand(len(visible_BTD), num_masked, -1)
+        patches_BPD = torch.cat([patches_BKD, masks_BMD], dim=1)
         place_BP1 = order_BP.argsort(dim=1)[:, :, None]
         patches_BPD = patches_BPD.gather(1, place_BP1.expand(-1, -1, patches_BPD.shape[2]))
-        x_BTD = self.position(torch.cat([seen[:, :1], patches_BPD], dim=1))
+        x_BTD = self.position(torch.cat([class_token_B1D, patches_BPD], dim=1))
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.head(self.norm(x_BTD))[:, 1:]
 
 
 class MaskedAutoencoder(VisionModel):
-    """Parameters live in `encoder` and `decoder`, none here. Row i of every output depends on row i of the inputs alone."""
+    """A masked autoencoder whose parameters live in `encoder` and `decoder`.
+
+    Row i of every output depends on row i of the inputs alone.
+    """
 
     def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__(config)
@@ -123,13 +134,16 @@ class MaskedAutoencoder(VisionModel):
     def forward(
         self, images_BCHW: Tensor, mask_BP: Tensor, output: Literal["loss", "patches"] = "loss"
     ) -> Tensor:
-        """
+        """Returns the loss of each image, or the predicted patches.
+
         Args:
             images_BCHW: normalised pixels, floating.
-            mask_BP: bool, True for the patches that the encoder does not see; `num_visible` are False in every row.
+            mask_BP: bool, True for the patches that the encoder does not see; `num_visible` are
+                False in every row.
 
         Returns:
-            Loss (B,) in float32: mean squared error over the masked patches. Or "patches": the predicted pixels (B, P, Q).
+            Loss (B,) in float32: mean squared error over the masked patches. Or "patches": the
+            predicted pixels (B, P, Q).
         """
         order_BP = mask_BP.int().argsort(dim=1, stable=True)
         tokens_BTE = self.encoder(images_BCHW, order_BP[:, : self.config.num_visible])
@@ -139,7 +153,7 @@ class MaskedAutoencoder(VisionModel):
         return reconstruction_loss(predicted_BPQ, self.targets(images_BCHW), mask_BP)
 
     def targets(self, images_BCHW: Tensor) -> Tensor:
-        """What a perfect decoder predicts, (B, P, Q)."""
+        """Returns the patches (B, P, Q) that a perfect decoder predicts."""
         patches_BPQ = to_patches(images_BCHW, self.config.encoder.patch_size)
         return normalised(patches_BPQ) if self.config.normalise_pixels else patches_BPQ
 

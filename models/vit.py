@@ -1,8 +1,9 @@
 """Vision transformer encoder: image -> class token and patch tokens.
 
 Shapes: B batch, C H W image, T image tokens (the class token, then patches in row order), D width.
-Sources: Dosovitskiy et al. 2021 (https://arxiv.org/abs/2010.11929), equations 1 to 4; without qkv bias and with fixed
-sin-cos positions as in DP-Cap (Sander et al. 2024, https://arxiv.org/abs/2403.02506).
+Sources: Dosovitskiy et al. 2021 (https://arxiv.org/abs/2010.11929), equations 1 to 4; without qkv
+bias and with fixed sin-cos positions as in DP-Cap (Sander et al. 2024,
+https://arxiv.org/abs/2403.02506).
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ from models.layers import Mlp, PositionEmbedding, SelfAttention, image_sincos_ta
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
@@ -33,12 +34,13 @@ class EncoderBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """The image encoder. `class_token` is a raw parameter, used by expansion along the batch only."""
+    """The image encoder; `class_token` is a raw parameter, only expanded along the batch."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
         self.config = config
-        width, patch = config.width, config.patch_size
+        width = config.width
+        patch = config.patch_size
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.patch_embedding = nn.Conv2d(
             config.num_channels, width, kernel_size=patch, stride=patch
@@ -51,30 +53,32 @@ class VisionTransformer(nn.Module):
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
 
     def forward(self, images_BCHW: Tensor, visible_BK: Tensor | None = None) -> Tensor:
-        """
+        """Returns the tokens of images.
+
         Args:
-            images_BCHW: normalised pixels of any floating dtype; converted to the parameters' dtype.
-            visible_BK: int64 indices of the patches to look at, for masked autoencoders; all by default.
+            images_BCHW: normalised pixels of any floating dtype; converted to the parameters'
+                dtype.
+            visible_BK: int64 indices of the patches to look at, for masked autoencoders; all by
+                default.
 
         Returns:
             Normalised tokens (B, T, D), the class token first; T = K + 1 with `visible_BK`.
 
         Raises:
-            ValueError: the images have another shape than the configuration says.
+            ValueError: the images have another shape than the configuration's.
         """
         config = self.config
         expected = (config.num_channels, config.image_size, config.image_size)
         if images_BCHW.dim() != 4 or tuple(images_BCHW.shape[1:]) != expected:
-            raise ValueError(
-                f"images must have shape (B, {', '.join(map(str, expected))}), got {images_BCHW.shape}"
-            )
+            sizes = ", ".join(map(str, expected))
+            raise ValueError(f"images must have shape (B, {sizes}), got {images_BCHW.shape}")
         images_BCHW = images_BCHW.to(self.patch_embedding.weight.dtype)
         patches_BPD = self.patch_embedding(images_BCHW).flatten(2).transpose(1, 2)
         class_token_B1D = self.class_token.expand(patches_BPD.shape[0], -1, -1)
         x_BTD = self.position(torch.cat([class_token_B1D, patches_BPD], dim=1))
         if visible_BK is not None:
-            kept_BT = torch.cat([torch.zeros_like(visible_BK[:, :1]), visible_BK + 1], dim=1)
-            x_BTD = x_BTD.gather(1, kept_BT[:, :, None].expand(-1, -1, x_BTD.shape[2]))
+            visible_BT = torch.cat([torch.zeros_like(visible_BK[:, :1]), visible_BK + 1], dim=1)
+            x_BTD = x_BTD.gather(1, visible_BT[:, :, None].expand(-1, -1, x_BTD.shape[2]))
         for block in self.blocks:
             x_BTD = block(x_BTD)
         return self.norm(x_BTD)

@@ -1,15 +1,17 @@
-"""The layer from hidden states to the scores of all words, and the cross-entropy by chunks of the vocabulary.
+"""The layer from hidden states to the scores of all words, and its cross-entropy by chunks.
 
 Shapes: B batch, L text tokens, D width, V vocabulary, v words of one chunk.
 
-The scores of a large micro-batch are its largest tensor by far: 64 captions of 39 tokens and 30,522 words are 305 MB in fp32,
-and cross-entropy keeps several of that size. Above `max_logits` scores the head never holds them all. The forward pass keeps
-two numbers per token, log-sum-exp and the target's score; every later use computes the scores of a chunk again, as in cut
-cross-entropy (Wijmans et al. 2024, https://arxiv.org/abs/2411.09009).
+The scores of a large micro-batch are its largest tensor by far: 64 captions of 39 tokens and 30,522
+words take 305 MB in fp32, and cross-entropy keeps several tensors of that size. Above `max_logits`
+scores the forward pass keeps two numbers per token, log-sum-exp and the target's score; every later
+use computes the scores of a chunk again, as in cut cross-entropy (Wijmans et al. 2024,
+https://arxiv.org/abs/2411.09009).
 
-In units of one matrix product with the weights (2 B L D V FLOPs) a step then costs 5 instead of 3 (scores, hidden gradient,
-weight gradient), with clipping 6 instead of 3 (scores again for hidden gradient, norm and weighted sum), in two passes 9
-instead of 4, each plus its Gram matrices. So the head works in one piece where it can: `VocabularyHead.num_chunks`.
+In units of one matrix product with the weights (2 B L D V FLOPs) a step then costs 5 instead of 3
+(scores, hidden gradient, weight gradient), with clipping 6 instead of 3 (scores again for hidden
+gradient, norm and weighted sum), in two passes 9 instead of 4, each plus its Gram matrices. So the
+head works in one piece where it can: `VocabularyHead.num_chunks`.
 """
 
 from collections.abc import Iterator
@@ -22,13 +24,14 @@ from torch.nn import functional as F
 
 
 class VocabularyHead(nn.Linear):
-    """weight (V, D), bias (V,).
+    """A linear layer to the scores of all words: weight (V, D), bias (V,).
 
-    `head(hidden_BLD)` gives the scores (B, L, V). `head(hidden_BLD, targets_BL)` gives (B, L, 2) in float32 (or float64):
-    log-sum-exp over the vocabulary and the target's score, whose difference is the cross-entropy, without ever holding more
-    than about `max_logits` scores.
+    `head(hidden_BLD)` gives the scores (B, L, V). `head(hidden_BLD, targets_BL)` gives (B, L, 2) in
+    float32 (or float64): log-sum-exp over the vocabulary and the target's score, whose difference
+    is the cross-entropy. It holds about `max_logits` scores at a time.
 
-    Clipping finds in `operands` and `logit_gradients` what its rule needs (privacy/gradients/rules.py).
+    The rule of clipping for this layer calls `operands` and `logit_gradients`
+    (privacy/gradients/rules.py).
     """
 
     def __init__(self, width: int, vocab_size: int, *, max_logits: int, bias: bool = True) -> None:
@@ -36,6 +39,7 @@ class VocabularyHead(nn.Linear):
         self.max_logits = max_logits
 
     def forward(self, hidden_BLD: Tensor, targets_BL: Tensor | None = None) -> Tensor:
+        """Returns the scores (B, L, V), or (B, L, 2) with targets (see the class)."""
         if targets_BL is None:
             return super().forward(hidden_BLD)
         hidden_BLD, *weights = self.operands(hidden_BLD)
@@ -46,28 +50,33 @@ class VocabularyHead(nn.Linear):
         )
 
     def token_losses(self, hidden_BLD: Tensor, targets_BL: Tensor) -> Tensor:
-        """Cross-entropy (B, L) of the targets in float32 (or float64), in one piece if that is not too large."""
+        """Returns the cross-entropy (B, L) of the targets in float32 (or float64).
+
+        The scores are held in one piece if they are at most `max_logits`.
+        """
         if self.num_chunks(hidden_BLD) == 1:
             return token_losses(self(hidden_BLD), targets_BL)
         logsumexp_BL, target_BL = self(hidden_BLD, targets_BL).unbind(-1)
         return logsumexp_BL - target_BL
 
     def num_chunks(self, hidden_BLD: Tensor) -> int:
-        """Into how many parts the vocabulary is cut; a function of shapes alone, so that time and memory stay public."""
+        """Returns the number of parts into which the vocabulary is cut.
+
+        It is a function of shapes alone, so that time and memory stay public.
+        """
         num_logits = hidden_BLD.shape[:-1].numel() * self.out_features
         return min(self.out_features, max(1, -(-num_logits // self.max_logits)))
 
     def operands(self, hidden_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias in the dtype of the matrix product, which autocast may have changed."""
-        kind = _autocast_kind(hidden_BLD)
-        dtype = (
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_BLD.dtype
-        )
-        return (
-            hidden_BLD.to(dtype),
-            self.weight.to(dtype),
-            None if self.bias is None else self.bias.to(dtype),
-        )
+        """Returns hidden states, weight and bias in the dtype of the matrix product.
+
+        Autocast may have changed that dtype.
+        """
+        device = _autocast_device(hidden_BLD)
+        is_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else hidden_BLD.dtype
+        bias_V = None if self.bias is None else self.bias.to(dtype)
+        return hidden_BLD.to(dtype), self.weight.to(dtype), bias_V
 
     @staticmethod
     def logit_gradients(
@@ -79,13 +88,14 @@ class VocabularyHead(nn.Linear):
         weight_VD: Tensor,
         bias_V: Tensor | None,
     ) -> Iterator[tuple[slice, Tensor]]:
-        """(words, gradient with respect to their scores (B, L, v)), chunk by chunk, in the dtype of the hidden states.
+        """Yields (words, gradient of the loss by their scores (B, L, v)), chunk by chunk.
 
-        The same bits whenever it is called with the same tensors.
+        Gradients are in the dtype of the hidden states, and have the same bits in every call with
+        the same tensors.
 
         Args:
-            logsumexp_BL: first half of the forward's result.
-            gradient_BL2: of the loss with respect to the forward's result.
+            logsumexp_BL: first half of the forward's output.
+            gradient_BL2: gradient of the loss by the forward's output.
         """
         for words, logits_BLv in _chunks(num_chunks, hidden_BLD, weight_VD, bias_V):
             gradient_BLv = (logits_BLv - logsumexp_BL[..., None]).exp_().mul_(gradient_BL2[..., :1])
@@ -96,26 +106,29 @@ class VocabularyHead(nn.Linear):
 
 
 def token_losses(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
-    """Cross-entropy (B, L) of the targets, in float32 (or float64)."""
-    logits_BLV = _wide(logits_BLV)
-    return F.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), reduction="none").view(
-        targets_BL.shape
-    )
+    """Returns the cross-entropy (B, L) of the targets, in float32 (or float64)."""
+    logits_NV = _wide(logits_BLV).flatten(0, 1)
+    loss_N = F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="none")
+    return loss_N.view(targets_BL.shape)
 
 
 class _Scores(torch.autograd.Function):
-    """Log-sum-exp and target score (B, L, 2), differentiable in the hidden states alone."""
+    """Computes log-sum-exp and target score (B, L, 2), with gradients to hidden states alone."""
 
     @staticmethod
     def forward(ctx: Any, targets_BL: Tensor, num_chunks: int, *operands: Any) -> Tensor:
         hidden_BLD, weight_VD, bias_V = operands
-        logsumexp_BL, target_BL = None, torch.zeros((), device=hidden_BLD.device)
+        logsumexp_BL = None
+        target_BL = torch.zeros((), device=hidden_BLD.device)
         for words, logits_BLv in _chunks(num_chunks, hidden_BLD, weight_VD, bias_V):
-            own_BL = logits_BLv.logsumexp(-1)
-            logsumexp_BL = own_BL if logsumexp_BL is None else torch.logaddexp(logsumexp_BL, own_BL)
+            chunk_BL = logits_BLv.logsumexp(-1)
+            if logsumexp_BL is None:
+                logsumexp_BL = chunk_BL
+            else:
+                logsumexp_BL = torch.logaddexp(logsumexp_BL, chunk_BL)
             local_BL, is_here_BL = _local(targets_BL, words)
-            picked_BL = logits_BLv.gather(-1, local_BL[..., None]).squeeze(-1)
-            target_BL = torch.where(is_here_BL, picked_BL, target_BL)
+            score_BL = logits_BLv.gather(-1, local_BL[..., None]).squeeze(-1)
+            target_BL = torch.where(is_here_BL, score_BL, target_BL)
         assert logsumexp_BL is not None
         ctx.save_for_backward(targets_BL, logsumexp_BL, *operands)
         ctx.num_chunks = num_chunks
@@ -134,10 +147,10 @@ class _Scores(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Zeros (B, L, 2), through which the weights receive their gradient.
+    """Computes zeros (B, L, 2), through which the weights receive their gradient.
 
-    Apart from `_Scores`, and without a path to the hidden states, so that a backward pass that needs no weight gradient, as in
-    clipping, does not come through here.
+    It is separate from `_Scores`, and has no path to the hidden states, so that autograd skips it
+    in a backward pass that needs no weight gradient, as in clipping.
     """
 
     @staticmethod
@@ -174,28 +187,25 @@ class _WeightGradient(torch.autograd.Function):
 def _chunks(
     num_chunks: int, hidden_BLD: Tensor, weight_VD: Tensor, bias_V: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(words, their scores (B, L, v) in float32 or float64), from equal cuts of the vocabulary."""
+    """Yields words and their scores (B, L, v), in float32 or float64, of equal chunks."""
     size = len(weight_VD)
-    with torch.autocast(_autocast_kind(hidden_BLD), enabled=False):
+    with torch.autocast(_autocast_device(hidden_BLD), enabled=False):
         for i in range(num_chunks):
             words = slice(size * i // num_chunks, size * (i + 1) // num_chunks)
-            yield (
-                words,
-                _wide(
-                    F.linear(
-                        hidden_BLD, weight_VD[words], None if bias_V is None else bias_V[words]
-                    )
-                ),
-            )
+            bias_v = None if bias_V is None else bias_V[words]
+            yield words, _wide(F.linear(hidden_BLD, weight_VD[words], bias_v))
 
 
-def _autocast_kind(tensor: Tensor) -> str:
-    """The device type for autocast; meta tensors, of which only shapes count, have no autocast of their own."""
+def _autocast_device(tensor: Tensor) -> str:
+    """Returns the device type for autocast, which does not know meta tensors."""
     return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def _local(targets_BL: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-    """Place of each target within the chunk, and whether it is there (if not, the place is some valid one)."""
+    """Returns each target's place within the chunk, and whether the chunk has it.
+
+    The place of a target in another chunk is a valid one without meaning.
+    """
     local_BL = targets_BL - words.start
     size = words.stop - words.start
     return local_BL.clamp(0, size - 1), (local_BL >= 0) & (local_BL < size)

@@ -2,10 +2,12 @@
 
     python tools/house.py [--root OTHER_CHECKOUT]
 
-Source is every Python file outside tests/, programs beside records included; templates, shell scripts and notebooks count
-beside it. Functions are counted with their nested ones; the length of a function is its lines of code without docstring,
-comments and blank lines, its signature included. Under `text` stand measures that no formatter moves, beside the smallest and
-the largest of six projects that people like to read. `--life_cycle` runs tools/life_cycle.py too, which takes minutes.
+Source is every Python file outside tests/, programs beside records included; templates, shell
+scripts and notebooks have a count of their own. Functions are counted with their nested ones; the
+length of a function is its lines of code without docstring, comments and blank lines, its signature
+included. `text` has measures that no formatter moves, and their anchors: the least and the most of
+six projects that people like to read. `--life_cycle` runs tools/life_cycle.py too, which takes
+minutes.
 """
 
 import argparse
@@ -36,6 +38,7 @@ ANCHORS = {
     "percent_of_simple_statements_with_over_20_expressions": {"least": 0.9, "most": 2.4},
     "percent_of_names_that_are_no_nouns": {"least": 0.0, "most": 0.4},
     "tuple_assignments_per_1000_lines": {"least": 0.1, "most": 9.9},
+    "percent_of_public_docstrings_without_a_verb": {"least": 3, "most": 12},
 }
 """Measured on 2026-11-28 in the source of each project, its tests left out."""
 NO_NOUNS = """
@@ -45,6 +48,11 @@ NO_NOUNS = """
     beside behind apart together
 """
 """Pronouns, participles and adverbs: a variable of such a name sends its reader back."""
+VERB = re.compile(r"[A-Z][a-z]+([^su]s|ses)")
+"""The third person of a verb at the beginning of a sentence; plural nouns have this form too."""
+NO_VERBS = {"This", "Its", "These", "Those", "Always", "Numbers", "Rows"}
+BEHIND_A_NOUN = {"of", "that", "which", "in", "are", "is", "for", "and"}
+"""The word behind a first noun ("Names of ..."), where a verb has its object."""
 COMPOUND = (
     ast.FunctionDef,
     ast.AsyncFunctionDef,
@@ -57,14 +65,14 @@ COMPOUND = (
     ast.Match,
 )
 CLIPPING_FUNCTION = re.compile(r"\b(per_layer|PerLayer)\b")
-"""The clipping function that was added last: who adds another touches the files that name it."""
+"""The clipping function that was added last: the next one will touch the files that name it."""
 RECORDS = ("benchmarks/results/", "tests/records/")
 OTHER_SOURCE = (".j2", ".sh", ".sbatch", ".ipynb")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def parse(text: str, name: str) -> ast.Module:
-    """The tree of a file, its relative imports written out.
+    """Returns the tree of a file, its relative imports written out.
 
     Args:
         name: path of the file from the root of the project, `privacy/noise/source.py`.
@@ -84,25 +92,26 @@ def imported_names(tree: ast.AST, *, with_types: bool = False) -> Iterator[str]:
     """Yields dotted names that a module imports, inside of functions too.
 
     Args:
-        with_types: also what stands under `if TYPE_CHECKING`.
+        with_types: also the imports under `if TYPE_CHECKING`.
     """
+    type_tests = () if with_types else ("TYPE_CHECKING", "typing.TYPE_CHECKING")
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif (
-            not with_types
-            and isinstance(node, ast.If)
-            and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        ):
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in type_tests:
             yield from imported_names(ast.Module(node.orelse, []))
         else:
             yield from imported_names(node, with_types=with_types)
 
 
 def import_graph(trees: dict[str, ast.Module], *, with_types: bool = False) -> dict[str, set[str]]:
-    """Module -> the modules of the project that it imports; `with_types` as in `imported_names`."""
+    """Returns module -> modules of the project that it imports.
+
+    Args:
+        with_types: as in `imported_names`.
+    """
     graph: dict[str, set[str]] = {}
     for module, tree in trees.items():
         graph[module] = set()
@@ -115,7 +124,7 @@ def import_graph(trees: dict[str, ast.Module], *, with_types: bool = False) -> d
 
 
 def import_circle(graph: dict[str, set[str]]) -> list[str]:
-    """One circle of modules that import each other, or nothing."""
+    """Returns a circle of modules that import each other, or an empty list."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -124,7 +133,7 @@ def import_circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def code_lines(text: str) -> set[int]:
-    """Numbers of the lines that hold code: no blank lines, comments and docstrings."""
+    """Returns the numbers of lines with code; without blank lines, comments and docstrings."""
     no_code = {
         tokenize.COMMENT,
         tokenize.NL,
@@ -149,72 +158,67 @@ def code_lines(text: str) -> set[int]:
 
 
 def fields_of(tree: ast.Module) -> dict[str, list[tuple[str, str]]]:
-    """Class -> (name, type) of each annotated attribute that it declares itself."""
-    return {
-        node.name: [
-            (item.target.id, ast.unparse(item.annotation))
-            for item in node.body
-            if isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and "ClassVar" not in ast.unparse(item.annotation)
-        ]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    """Returns class -> (name, type) of each annotated attribute that it declares itself."""
+    fields: dict[str, list[tuple[str, str]]] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        fields[node.name] = []
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                annotation = ast.unparse(statement.annotation)
+                if "ClassVar" not in annotation:
+                    fields[node.name].append((statement.target.id, annotation))
+    return fields
 
 
 def recipe_keys(trees: Iterable[ast.Module], root: str = "RunConfig") -> list[str]:
-    """Leaf keys of the recipe, `section.key`, read from its classes and those that they extend; nothing is imported."""
-    trees = list(trees)
-    classes = {name: fields for tree in trees for name, fields in fields_of(tree).items()}
-    extended = {
-        node.name: [ast.unparse(base) for base in node.bases]
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    """Returns the leaf keys of the recipe, `section.key`, read from its classes and their bases.
 
-    def fields(name: str) -> list[tuple[str, str]]:
-        return [
-            *(pair for base in extended.get(name, []) for pair in fields(base)),
-            *classes.get(name, []),
-        ]
+    The classes are read from their source; none is imported.
+    """
+    classes: dict[str, list[tuple[str, str]]] = {}
+    bases: dict[str, list[str]] = {}
+    for tree in trees:
+        classes |= fields_of(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = [ast.unparse(base) for base in node.bases]
 
     def leaves(name: str, prefix: str) -> Iterator[str]:
-        for field, annotation in fields(name):
-            section = next(
-                (word for word in re.findall(r"\w+\b(?!\()", annotation) if classes.get(word)), None
-            )
-            yield from leaves(section, f"{prefix}{field}.") if section else [f"{prefix}{field}"]
+        for base in bases.get(name, []):
+            yield from leaves(base, prefix)
+        for field, annotation in classes.get(name, []):
+            words = re.findall(r"\w+\b(?!\()", annotation)
+            sections = [word for word in words if classes.get(word)]
+            if sections:
+                yield from leaves(sections[0], f"{prefix}{field}.")
+            else:
+                yield f"{prefix}{field}"
 
     return list(leaves(root, ""))
 
 
 def lines_of_tests(texts: Iterable[str]) -> dict[str, int]:
-    """Lines of all test files, of code, inside test functions, and in files without a test."""
-    counted = Counter[str]()
+    """Returns the lines of test files: all, of code, in test functions, in files without a test."""
+    counts = Counter[str]()
     for text in texts:
-        tests = [
-            node
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, Function) and node.name.startswith("test_")
-        ]
-        counted["lines"] += text.count("\n")
-        counted["code"] += len(code_lines(text))
-        counted["inside_tests"] += sum(
-            (node.end_lineno or 0)
-            - min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            + 1
-            for node in tests
-        )
-        counted["in_files_without_a_test"] += 0 if tests else text.count("\n")
-        counted["files"] += 1
-        counted["tests"] += len(tests)
-    return dict(counted)
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]
+        tests = [node for node in functions if node.name.startswith("test_")]
+        counts["lines"] += text.count("\n")
+        counts["code"] += len(code_lines(text))
+        counts["inside_tests"] += 0
+        for test in tests:
+            first = min([test.lineno, *(decorator.lineno for decorator in test.decorator_list)])
+            counts["inside_tests"] += (test.end_lineno or 0) - first + 1
+        counts["in_files_without_a_test"] += 0 if tests else text.count("\n")
+        counts["files"] += 1
+        counts["tests"] += len(tests)
+    return dict(counts)
 
 
 def names_of(tree: ast.AST) -> Iterator[str]:
-    """Names of all variables that a module sets and of all arguments that its functions take."""
+    """Yields the names of all variables that a module sets and of its functions' arguments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -223,12 +227,12 @@ def names_of(tree: ast.AST) -> Iterator[str]:
 
 
 def count_of(tree: ast.AST, kind: Any) -> int:
-    """How many nodes of a kind a tree has, its root included."""
+    """Returns the number of nodes of a kind in a tree, its root included."""
     return sum(isinstance(node, kind) for node in ast.walk(tree))
 
 
 def sets_a_tuple(node: ast.AST) -> bool:
-    """Whether a statement has the form `a, b = x, y`."""
+    """Returns whether a statement has the form `a, b = x, y`."""
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
@@ -236,131 +240,144 @@ def sets_a_tuple(node: ast.AST) -> bool:
     )
 
 
+def begins_with_a_verb(docstring: str) -> bool:
+    """Returns whether the first word is a verb in the indicative, as in "Returns the ...".
+
+    A plural noun has the same form; the word behind it tells.
+    """
+    first, second, *_ = [*docstring.split(), "", ""]
+    first = first.rstrip(",:;")
+    is_form_of_verb = VERB.fullmatch(first) and first not in NO_VERBS
+    return bool(is_form_of_verb) and second not in BEHIND_A_NOUN
+
+
 def measure_text(trees: Iterable[ast.Module], code: int) -> dict[str, Any]:
-    """Measures that a formatter does not move, and the anchors' values.
+    """Returns measures that a formatter does not move, and the anchors' values.
 
     Args:
         code: lines of code of all trees together.
     """
-    trees = list(trees)
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes: list[ast.AST] = []
+    names: list[str] = []
+    for tree in trees:
+        nodes += ast.walk(tree)
+        names += names_of(tree)
     statements = [node for node in nodes if isinstance(node, ast.stmt)]
     functions = [node for node in nodes if isinstance(node, Function)]
-    names = [name for tree in trees for name in names_of(tree)]
+    public_functions = [node for node in functions if not node.name.startswith("_")]
+    docstrings = list(filter(None, map(ast.get_docstring, public_functions)))
+    num_without_verb = sum(not begins_with_a_verb(docstring) for docstring in docstrings)
     sizes = [count_of(node, ast.expr) for node in statements if not isinstance(node, COMPOUND)]
     num_expressions = sum(isinstance(node, ast.expr) for node in nodes)
     num_tuples = sum(map(sets_a_tuple, nodes))
     vague = Counter(name for name in names if name in NO_NOUNS.split())
+    density = 1 + num_expressions / len(statements)
+    percent_large = 100 * sum(size > 20 for size in sizes) / len(sizes)
+    percent_vague = 100 * vague.total() / len(names)
+    percent_without_verb = 100 * num_without_verb / max(1, len(docstrings))
+    num_closures = sum(count_of(node, Function) - 1 for node in functions)
     return {
         "statements": len(statements),
-        "expressions_and_statements_per_statement": round(1 + num_expressions / len(statements), 2),
-        "percent_of_simple_statements_with_over_20_expressions": round(
-            100 * sum(size > 20 for size in sizes) / len(sizes), 2
-        ),
-        "closures": sum(count_of(node, Function) - 1 for node in functions),
+        "expressions_and_statements_per_statement": round(density, 2),
+        "percent_of_simple_statements_with_over_20_expressions": round(percent_large, 2),
+        "closures": num_closures,
         "lambdas": sum(isinstance(node, ast.Lambda) for node in nodes),
-        "percent_of_names_that_are_no_nouns": round(100 * vague.total() / len(names), 2),
+        "percent_of_names_that_are_no_nouns": round(percent_vague, 2),
         "names_that_are_no_nouns": dict(vague.most_common(12)),
         "tuple_assignments_per_1000_lines": round(1000 * num_tuples / code, 1),
+        "percent_of_public_docstrings_without_a_verb": round(percent_without_verb, 1),
         "anchors": ANCHORS,
     }
 
 
 def measure(root: Path) -> dict[str, Any]:
-    """All figures of a checkout."""
-    listed = subprocess.run(
-        ["git", "-C", str(root), "ls-files"], capture_output=True, text=True, check=True
-    )
-    files = [
-        name
-        for name in listed.stdout.splitlines()
-        if (root / name).is_file() and not (root / name).is_symlink()
-    ]
-    texts = {
-        name: (root / name).read_text() for name in files if name.endswith((".py", *OTHER_SOURCE))
-    }
-    source = {
-        name: text
-        for name, text in texts.items()
-        if name.endswith(".py") and not name.startswith("tests/")
-    }
-    others = sum(
-        text.count("\n")
-        for name, text in texts.items()
-        if name.endswith(OTHER_SOURCE) and not name.startswith("tests/")
-    )
-    code = {name: code_lines(text) for name, text in source.items()}
-    trees = {
-        name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): parse(text, name)
-        for name, text in source.items()
-    }
-    lengths = [
-        len(code[name].intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
-        for name, tree in zip(source, trees.values(), strict=True)
-        for node in ast.walk(tree)
-        if isinstance(node, Function)
-    ]
+    """Returns all figures of a checkout."""
+    command = ["git", "-C", str(root), "ls-files"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    paths = {name: root / name for name in listing.splitlines()}
+    files = [name for name, path in paths.items() if path.is_file() and not path.is_symlink()]
+    source: dict[str, str] = {}
+    tests: list[str] = []
+    num_other_lines = 0
+    for name in files:
+        is_python = name.endswith(".py")
+        if not is_python and not name.endswith(OTHER_SOURCE):
+            continue
+        text = paths[name].read_text()
+        if is_python and name.startswith("tests/"):
+            tests.append(text)
+        elif is_python:
+            source[name] = text
+        elif not name.startswith("tests/"):
+            num_other_lines += text.count("\n")
+    trees: dict[str, ast.Module] = {}
+    lengths: list[int] = []
     rooms = Counter[str]()
+    num_code = 0
+    num_filled = 0
     for name, text in source.items():
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        tree = parse(text, name)
+        trees[module] = tree
+        code = code_lines(text)
+        num_code += len(code)
+        num_filled += sum(bool(line.strip()) for line in text.splitlines())
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                lengths.append(
+                    len(code.intersection(range(node.lineno, (node.end_lineno or 0) + 1)))
+                )
         folders = name.split("/")[:-1]
         for depth in range(1, min(len(folders), 2) + 1):
             rooms["/".join(folders[:depth])] += text.count("\n")
-    filled = sum(bool(line.strip()) for text in source.values() for line in text.splitlines())
-    code_total = sum(len(lines) for lines in code.values())
-    plan_fields = [
-        field
-        for module in ("privacy.plan.numbers", "privacy.plan.request")
-        for name in ("Choices", "PlanChoices", "PrivacyPlan")
-        for field, _ in fields_of(trees[module]).get(name, [])
-    ]
-    named_in = {
-        field: sum(bool(re.search(rf"\b{field}\b", text)) for text in source.values())
-        for field in plan_fields
+    num_files_of_field: dict[str, int] = {}
+    for module in ("privacy.plan.numbers", "privacy.plan.request"):
+        classes = fields_of(trees[module])
+        for class_name in ("Choices", "PlanChoices", "PrivacyPlan"):
+            for field, _ in classes.get(class_name, []):
+                pattern = re.compile(rf"\b{field}\b")
+                texts = source.values()
+                num_files_of_field[field] = sum(bool(pattern.search(text)) for text in texts)
+    fields_by_count = sorted(num_files_of_field.items(), key=lambda pair: -pair[1])
+    num_to_touch = 0
+    num_words = 0
+    for name in files:
+        if name.startswith(RECORDS) or not name.endswith((".py", ".j2", ".md")):
+            continue
+        text = paths[name].read_text()
+        num_to_touch += bool(CLIPPING_FUNCTION.search(text))
+        if name.endswith(".md") and not name.startswith("tests/"):
+            num_words += len(text.split())
+    recipe_modules = ("trainer.config", "privacy.")
+    recipe_trees = [tree for module, tree in trees.items() if module.startswith(recipe_modules)]
+    sizes = {
+        "lines": sum(text.count("\n") for text in source.values()),
+        "code": num_code,
+        "docstrings_and_comments_per_line_of_code": round(num_filled / num_code - 1, 3),
+        "templates_scripts_notebooks": num_other_lines,
+        "files": len(source),
+        "verify.py": source["privacy/verify.py"].count("\n"),
+        "functions": len(lengths),
+        "median_function_length": statistics.median(lengths),
     }
-    pages = [
-        name for name in files if name.endswith(".md") and not name.startswith((*RECORDS, "tests/"))
-    ]
+    median = statistics.median(num_files_of_field.values())
     return {
-        "source": {
-            "lines": sum(text.count("\n") for text in source.values()),
-            "code": code_total,
-            "docstrings_and_comments_per_line_of_code": round(filled / code_total - 1, 3),
-            "templates_scripts_notebooks": others,
-            "files": len(source),
-            "verify.py": source["privacy/verify.py"].count("\n"),
-            "functions": len(lengths),
-            "median_function_length": statistics.median(lengths),
-        },
-        "tests": lines_of_tests(
-            text
-            for name, text in texts.items()
-            if name.startswith("tests/") and name.endswith(".py")
-        ),
-        "text": measure_text(trees.values(), code_total),
-        "files_to_touch_for_a_clipping_function": sum(
-            bool(CLIPPING_FUNCTION.search((root / name).read_text()))
-            for name in files
-            if name.endswith((".py", ".j2", ".md")) and not name.startswith(RECORDS)
-        ),
-        "words_of_pages": sum(len((root / name).read_text().split()) for name in pages),
+        "source": sizes,
+        "tests": lines_of_tests(tests),
+        "text": measure_text(trees.values(), num_code),
+        "files_to_touch_for_a_clipping_function": num_to_touch,
+        "words_of_pages": num_words,
         "root_files": sum("/" not in name for name in files),
-        "recipe_keys": len(
-            recipe_keys(
-                tree
-                for name, tree in trees.items()
-                if name.startswith(("trainer.config", "privacy."))
-            )
-        ),
-        "source_files_that_name_a_plan_field": {
-            "median": statistics.median(named_in.values()),
-            **dict(sorted(named_in.items(), key=lambda item: -item[1])),
-        },
+        "recipe_keys": len(recipe_keys(recipe_trees)),
+        "source_files_that_name_a_plan_field": {"median": median, **dict(fields_by_count)},
         "import_circle": import_circle(import_graph(trees)),
         "lines_per_room": dict(sorted(rooms.items())),
     }
 
 
 def main() -> None:
+    """Prints the figures of a checkout."""
+
     parser = argparse.ArgumentParser(
         description="Measures the size and shape of the code and prints JSON."
     )
@@ -371,7 +388,7 @@ def main() -> None:
         help="a checkout; this one by default",
     )
     parser.add_argument(
-        "--life_cycle", action="store_true", help="also which statements a training executes"
+        "--life_cycle", action="store_true", help="also the statements that a training executes"
     )
     arguments = parser.parse_args()
     figures = measure(arguments.root)

@@ -1,9 +1,10 @@
-"""Sources of the documentation site: the project's pages where they are in the project, and an API reference.
+"""Sources of the documentation site: the pages of the project, and an API reference.
 
     make docs        # builds `site/`; needs the extra `docs`
 
-Pages link to each other by their places in the repository, so the site has the same places: this copies them, and what they link
-to, into runs/site-pages, and writes one page of `api/` for each part of the API, which mkdocstrings fills from docstrings.
+Pages link to each other by their places in the repository, so the site has the same places: this
+copies the pages, and the files that they link to, into runs/site-pages, and writes one page of
+`api/` for each part of the API, which mkdocstrings fills from docstrings.
 """
 
 import json
@@ -74,15 +75,15 @@ API = {
 }
 """Pages of the API: name -> (title, modules)."""
 FIRST = {"privacy.loop": ("PrivateLoop", "StepResult", "floats", "integers", "mask", "Field")}
-"""Packages of which just what a user imports is shown, in this order."""
+"""Packages that the site shows by the names that a user imports, in this order."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
 def build(target: Path) -> None:
-    """Writes the sources into `target`, in place of older ones.
+    """Writes the sources of the site into `target`, in place of older ones.
 
     Raises:
-        FileNotFoundError: a page links to what is not there.
+        FileNotFoundError: a page links to a file that does not exist.
     """
     shutil.rmtree(target, ignore_errors=True)
     for pattern in PAGES:
@@ -91,17 +92,13 @@ def build(target: Path) -> None:
     for notebook in sorted(ROOT.glob("examples/*.ipynb")):
         _write(target, notebook.relative_to(ROOT).with_suffix(".md"), _as_page(notebook))
     for name, (title, modules) in API.items():
-        objects = [
-            f"{module}.{one}".strip(".")
-            for module in modules.split()
-            for one in FIRST.get(module, ("",))
-        ]
-        parts = [
-            f"# {title}",
-            *(f"::: {one.replace('privacy.', 'auditable_dp.', 1)}" for one in objects),
-        ]
+        parts = [f"# {title}"]
+        for module in modules.split():
+            # The library is shown under the name of its installed package.
+            installed_name = module.replace("privacy.", "auditable_dp.", 1)
+            for name_in_module in FIRST.get(module, ("",)):
+                parts.append(f"::: {installed_name}.{name_in_module}".rstrip("."))
         _write(target, Path("api") / f"{name}.md", "\n\n".join(parts) + "\n")
-    # The library is shown under the name that it is installed by.
     package = target.parent / "site-library/auditable_dp"
     package.parent.mkdir(exist_ok=True)
     package.unlink(missing_ok=True)
@@ -110,36 +107,43 @@ def build(target: Path) -> None:
 
 
 def _with_indices(page: Path, target: Path) -> str:
-    """The text of a page, whose links to folders lead to their READMEs and to notebooks to their pages; copies other files."""
+    """Returns the text of a page whose links lead to other pages; copies other linked files.
 
-    def link(found: re.Match[str]) -> str:
-        before, path, anchor, after = found.groups()
+    A link to a folder leads to its README, a link to a notebook to its page.
+    """
+
+    def new_link(link: re.Match[str]) -> str:
+        opening, path, anchor, closing = link.groups()
         if ":" in path:
-            return found.group(0)
+            return link.group(0)
         linked = page.parent / path
         if linked.is_dir():
-            path, linked = f"{path.rstrip('/')}/README.md", linked / "README.md"
+            path = f"{path.rstrip('/')}/README.md"
+            linked = linked / "README.md"
         if linked.suffix == ".ipynb":
-            path, linked = path.replace(".ipynb", ".md"), linked.with_suffix(".md")
+            path = path.replace(".ipynb", ".md")
+            linked = linked.with_suffix(".md")
         if linked.suffix != ".md":
-            place = target / os.path.relpath(linked, ROOT)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(linked, place)
-        return f"{before}{path}{anchor or ''}{after}"
+            copy = target / os.path.relpath(linked, ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(linked, copy)
+        return f"{opening}{path}{anchor or ''}{closing}"
 
-    return _LINK.sub(link, page.read_text())
+    return _LINK.sub(new_link, page.read_text())
 
 
 def _as_page(notebook: Path) -> str:
-    """The cells of a notebook, with what they printed."""
+    """Returns the cells of a notebook with their printed output, as Markdown."""
     parts = []
     for cell in json.loads(notebook.read_text())["cells"]:
         source = "".join(cell["source"])
         parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
-        printed = "".join("".join(output.get("text", ())) for output in cell.get("outputs", ()))
-        parts += (
-            [f"````text\n{printed.rstrip()}\n````"] if printed else []
-        )  # it may have a fence of its own
+        printed = ""
+        for output in cell.get("outputs", ()):
+            printed += "".join(output.get("text", ()))
+        if printed:
+            # Four backticks: the output may have a fence of three.
+            parts.append(f"````text\n{printed.rstrip()}\n````")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,6 +1,7 @@
 """Weights of other projects as weights of ours, and back.
 
-    >>> config, parameters = read_foreign("vip", Path("ckpt-vip-syn-base.pth"), "vip_base")  # doctest: +SKIP
+    >>> path = Path("ckpt-vip-syn-base.pth")
+    >>> config, parameters = read_foreign("vip", path, "vip_base")  # doctest: +SKIP
 
 `models.config.Foreign` lists the formats; a new one is a module here and a line in `read_foreign`.
 """
@@ -19,16 +20,16 @@ from models.converters.weights import WeightsError, read_weights
 def read_foreign(
     kind: Foreign, path: Path, size: str | None = None, overrides: Mapping[str, Any] | None = None
 ) -> tuple[AnyConfig, dict[str, Tensor]]:
-    """Configuration, and parameters by our names in fp32.
+    """Returns the configuration, and the parameters by our names in fp32.
 
     Args:
-        path: the official torch file (or .safetensors) of ViP or DP-Cap; a folder that transformers saved; or one that
-            `export.py --format safetensors` wrote.
+        path: the official torch file (or .safetensors) of ViP or DP-Cap; a folder that transformers
+            saved; or one that `export.py --format safetensors` wrote.
         size, overrides: of an official file; folders state their model in their config.json.
 
     Raises:
-        WeightsError: not such a file or folder, not of the expected structure, or no size where one is needed.
-        ModelConfigError: an unknown size or field, or sizes that do not fit together.
+        WeightsError: another kind of file or folder, an unexpected structure, or a missing size.
+        ModelConfigError: an unknown size or field, or sizes that contradict each other.
     """
     if kind in ("hf", "safetensors"):
         if size is not None or overrides:
@@ -42,7 +43,8 @@ def read_foreign(
         return read_folder(path)
     if size is None:
         raise WeightsError(
-            f"{path}: give --size, which states what no tensor tells, as {kind}_base (docs/models.md)"
+            f"{path}: give --size, e.g. {kind}_base, because tensors do not state all of a model "
+            "(docs/models.md)"
         )
     from models.converters.official import from_dpcap, from_vip
 

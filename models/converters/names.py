@@ -1,7 +1,8 @@
-"""How other projects name the parameters of our models: one table each.
+"""Names of our models' parameters in other projects: one table each.
 
-An entry names a parameter, or a layer whose weight and bias follow it; `{}` stands for the number of a block. Where theirs are
-several, ours is their concatenation along the first dimension.
+An entry names a parameter, or a layer whose weight and bias follow it; `{}` stands for the number
+of a block. Where an entry has several names, our parameter is their concatenation along the first
+dimension.
 """
 
 import re
@@ -11,25 +12,26 @@ Names = Mapping[str, str]
 _NUMBER = re.compile(r"(?<=blocks\.)\d+")
 
 
-def theirs(ours: str, names: Names) -> list[str]:
-    """Their names of one of our parameters; its own name where there is no table."""
+def names_in_project(ours: str, names: Names) -> list[str]:
+    """Returns the other project's names of one of our parameters; our name without a table."""
     if not names:
         return [ours]
     number = _NUMBER.search(ours)
-    layer, _, kind = (entry := _NUMBER.sub("{}", ours)).rpartition(".")
-    found = (
-        names[entry].split()
-        if entry in names
-        else [f"{name}.{kind}" for name in names[layer].split()]
-    )
-    return [name.format(number and number[0]) for name in found]
+    entry = _NUMBER.sub("{}", ours)
+    if entry in names:
+        patterns = names[entry].split()
+    else:
+        layer, _, kind = entry.rpartition(".")
+        patterns = [f"{name}.{kind}" for name in names[layer].split()]
+    return [pattern.format(number and number[0]) for pattern in patterns]
 
 
 def _blocks(ours: str, theirs: str, layers: Names) -> dict[str, str]:
-    return {
-        f"{ours}.{{}}.{layer}": " ".join(f"{theirs}.{{}}.{name}" for name in names.split())
-        for layer, names in layers.items()
-    }
+    table = {}
+    for layer, names in layers.items():
+        their_layers = [f"{theirs}.{{}}.{name}" for name in names.split()]
+        table[f"{ours}.{{}}.{layer}"] = " ".join(their_layers)
+    return table
 
 
 _TIMM_BLOCK = {
@@ -57,7 +59,7 @@ VIP = {
     "decoder.head": "decoder_pred",
     **_blocks("decoder.blocks", "decoder_blocks", _TIMM_BLOCK),
 }
-"""Masked autoencoders of He et al. 2021 (https://arxiv.org/abs/2111.06377), whose released definition ViP shares."""
+"""Masked autoencoders of He et al. 2021 (https://arxiv.org/abs/2111.06377), as ViP defines them."""
 _DPCAP_BLOCK = {
     "norm1": "norm1",
     "norm2": "norm2",
@@ -103,4 +105,7 @@ HUGGINGFACE = {
     "decoder.head": "decoder.decoder_pred",
     **_blocks("decoder.blocks", "decoder.decoder_layers", _HUGGINGFACE_BLOCK),
 }
-"""transformers' ViTModel, and ViTMAEForPreTraining without the prefix `vit.` of its encoder; as in files (`huggingface`)."""
+"""ViTModel of transformers, and ViTMAEForPreTraining without the prefix `vit.` of its encoder.
+
+These are the names in files (see `huggingface`).
+"""

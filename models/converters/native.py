@@ -1,4 +1,6 @@
-"""Our own models outside of a run: a folder with config.json and model.safetensors, by our names, that needs only `models/`.
+"""Our own models outside of a run, in a folder that needs only `models/`.
+
+The folder holds config.json and model.safetensors, by our names.
 
 >>> model = load_model(Path("exported"))  # doctest: +SKIP
 >>> loss_B = model(images_BCHW, tokens_BL, token_mask_BL)  # doctest: +SKIP
@@ -29,10 +31,11 @@ from models.converters.names import Names
 from models.converters.weights import WeightsError, read_weights, rename, rename_back, write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
 FORMAT = 1
 CUSTOM_SIZE = "custom"
-"""What a manifest says of shapes that no named size has."""
+"""The size in the manifest of a model whose shapes no named size has."""
 
 AnyConfig = CaptionerConfig | MaskedAutoencoderConfig | ClassifierConfig | EncoderConfig
 
@@ -46,87 +49,99 @@ _KINDS: Mapping[str, tuple[Any, type[nn.Module]]] = {
 
 
 def kind_of(config: AnyConfig) -> str:
-    """ "captioner", ..., as in recipes and manifests."""
+    """Returns "captioner", "classifier", ..., as in recipes and manifests."""
     return next(kind for kind, (config_class, _) in _KINDS.items() if type(config) is config_class)
 
 
 def model_facts(config: AnyConfig, size: str) -> dict[str, Any]:
-    """What a manifest states under `model`."""
+    """Returns what a manifest states under `model`."""
     return {"kind": kind_of(config), "size": size, **asdict(config)}
 
 
-def config_from_facts(facts: Mapping[str, Any], what: str) -> AnyConfig:
-    """The configuration from `model_facts`.
+def config_from_facts(facts: Mapping[str, Any], source: str) -> AnyConfig:
+    """Returns the configuration that `model_facts` describes.
+
+    Args:
+        source: the file, for errors.
 
     Raises:
-        WeightsError: an unknown kind or field, or one that is not stated: defaults say nothing about weights.
-        ModelConfigError: values that do not fit together.
+        WeightsError: an unknown kind or field, or a missing one: a default may be wrong for given
+            weights.
+        ModelConfigError: values that contradict each other.
     """
     kind = str(facts.get("kind"))
     if kind not in _KINDS:
-        raise WeightsError(f"{what}: unknown kind of model {kind!r}; known are {', '.join(_KINDS)}")
+        raise WeightsError(
+            f"{source}: unknown kind of model {kind!r}; known are {', '.join(_KINDS)}"
+        )
     config_class, _ = _KINDS[kind]
     parts: dict[str, Any] = {
-        f.name: f.type for f in dataclasses.fields(config_class) if dataclasses.is_dataclass(f.type)
+        field.name: field.type
+        for field in dataclasses.fields(config_class)
+        if dataclasses.is_dataclass(field.type)
     }
     for part, part_class in {"": config_class, **parts}.items():
-        own = facts.get(part) if part else facts
-        missing = sorted({field.name for field in dataclasses.fields(part_class)} - set(own or ()))
-        if missing and own is not None:
-            raise WeightsError(
-                f"{what} does not state {part + ': ' if part else ''}{', '.join(missing)} of its model"
-            )
-    fields = {name: value for name, value in facts.items() if name not in ("kind", "size")}
+        stated_fields = facts.get(part) if part else facts
+        field_names = {field.name for field in dataclasses.fields(part_class)}
+        missing = sorted(field_names - set(stated_fields or ()))
+        # A part that is missing as a whole is among the missing fields of the configuration.
+        if missing and stated_fields is not None:
+            prefix = f"{part}: " if part else ""
+            raise WeightsError(f"{source} does not state {prefix}{', '.join(missing)} of its model")
+    arguments = {name: value for name, value in facts.items() if name not in ("kind", "size")}
     try:
-        built: AnyConfig = config_class(
-            **{n: parts[n](**v) if n in parts else v for n, v in fields.items()}
-        )
+        for part, part_class in parts.items():
+            arguments[part] = part_class(**arguments[part])
+        built: AnyConfig = config_class(**arguments)
     except TypeError as error:
-        raise WeightsError(f"{what}: this version cannot build its model: {error}") from error
+        raise WeightsError(f"{source}: this version cannot build its model: {error}") from error
     return built
 
 
 def build_empty(config: AnyConfig) -> nn.Module:
-    """The model on the meta device: names and shapes without memory."""
+    """Returns the model on the meta device: names and shapes without memory."""
+    _, model_class = _KINDS[kind_of(config)]
     with torch.device("meta"):
-        model: nn.Module = _KINDS[kind_of(config)][1](config)
+        model: nn.Module = model_class(config)
     return model
 
 
 def parameter_shapes(config: AnyConfig) -> dict[str, torch.Size]:
-    """Shapes of all parameters; a shared one has one name."""
+    """Returns the shapes of all parameters; a shared parameter has one name."""
     return {name: parameter.shape for name, parameter in build_empty(config).named_parameters()}
 
 
-def with_tables(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and fixed position tables by name: other projects store the tables."""
+def parameters_and_tables(module: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and fixed position tables by name, for projects that store the tables."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def encoder_as(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
-    """An encoder's tensors under others' names, e.g. `TIMM` for ViTDet-style codes; positions are one whatever their kind."""
-    return rename_back(
-        {f"encoder.{name}": value for name, value in with_tables(encoder).items()}, names
-    )
+def encoder_tensors(names: Names, encoder: nn.Module) -> dict[str, Tensor]:
+    """Returns an encoder's tensors under other names, e.g. `TIMM` for ViTDet-style codes.
+
+    Positions of any kind are one tensor.
+    """
+    ours = {f"encoder.{name}": tensor for name, tensor in parameters_and_tables(encoder).items()}
+    return rename_back(ours, names)
 
 
 def parameters_from(
     state: Mapping[str, Tensor],
     config: AnyConfig,
     names: Names,
-    what: str,
+    source: str,
     *,
     unused: Iterable[str] = (),
 ) -> dict[str, Tensor]:
-    """The parameters of a model of this configuration, from another project's tensors; fixed tables are only checked.
+    """Returns a model's parameters from another project's tensors; fixed tables are only checked.
 
     Args and errors are those of `rename`.
     """
     model = build_empty(config)
-    shapes = {name: value.shape for name, value in with_tables(model).items()}
-    renamed = rename(state, shapes, names, what, unused=unused)
-    fixed = dict(model.named_buffers())
-    return {name: value for name, value in renamed.items() if name not in fixed}
+    shapes = {name: tensor.shape for name, tensor in parameters_and_tables(model).items()}
+    renamed = rename(state, shapes, names, source, unused=unused)
+    fixed_tables = dict(model.named_buffers())
+    return {name: tensor for name, tensor in renamed.items() if name not in fixed_tables}
 
 
 def save_model(
@@ -140,8 +155,8 @@ def save_model(
 
     Args:
         facts: `model_facts`.
-        about: where the weights come from, for people.
-        further: entries of config.json that other programs look for.
+        about: origin of the weights, for people.
+        further: entries of config.json for other programs.
     """
     content = {"format": FORMAT, "model": dict(facts), "about": dict(about), **(further or {})}
     (folder / CONFIG).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
@@ -149,15 +164,15 @@ def save_model(
 
 
 def read_folder(folder: Path) -> tuple[AnyConfig, dict[str, Tensor]]:
-    """Configuration and parameters of such a folder.
+    """Returns configuration and parameters of a folder that `save_model` wrote.
 
     Raises:
-        WeightsError: not one, damaged, or of another structure.
+        WeightsError: another folder, damaged, or of another structure.
     """
     try:
         content = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{folder} is no exported model: {CONFIG}: {error}") from error
+        raise WeightsError(f"{folder} is not an exported model: {CONFIG}: {error}") from error
     facts = content.get("model") if isinstance(content, dict) else None
     if not isinstance(facts, dict) or content.get("format") != FORMAT:
         raise WeightsError(
@@ -168,9 +183,10 @@ def read_folder(folder: Path) -> tuple[AnyConfig, dict[str, Tensor]]:
 
 
 def load_model(folder: Path) -> nn.Module:
-    """The model, in evaluation mode; see `read_folder`."""
+    """Returns the model of a folder in evaluation mode; see `read_folder`."""
     config, parameters = read_folder(folder)
-    model = _KINDS[kind_of(config)][1](config)
+    _, model_class = _KINDS[kind_of(config)]
+    model = model_class(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(parameters[name])
@@ -178,11 +194,14 @@ def load_model(folder: Path) -> nn.Module:
 
 
 def size_name(config: AnyConfig) -> str:
-    """The named size with these shapes, or "custom"."""
-    sizes: Mapping[str, Any] = {CaptionerConfig: SIZES, MaskedAutoencoderConfig: MAE_SIZES}.get(
-        type(config), {}
-    )
-    for name, size in sizes.items():
-        if (size.encoder, size.decoder) == (config.encoder, config.decoder):  # type: ignore[union-attr]
+    """Returns the named size with these shapes, or "custom"."""
+    sizes_of: Mapping[Any, Mapping[str, Any]] = {
+        CaptionerConfig: SIZES,
+        MaskedAutoencoderConfig: MAE_SIZES,
+    }
+    for name, size in sizes_of.get(type(config), {}).items():
+        has_encoder = size.encoder == config.encoder
+        # Captioners and masked autoencoders, which have named sizes, have a decoder.
+        if has_encoder and size.decoder == config.decoder:  # type: ignore[union-attr]
             return name
     return CUSTOM_SIZE

@@ -1,7 +1,8 @@
-"""Reading and writing other projects' weight files, and renaming their tensors, with everything checked.
+"""Reads and writes other projects' weight files, and renames their tensors.
 
-A file is data from elsewhere: torch files are read with `weights_only`, so that no code in them runs, and every name and
-shape must be the one expected. Nothing is guessed and nothing dropped without being named here.
+A file comes from elsewhere: torch files are read with `weights_only`, so that no code in them runs,
+and every name and shape must be the expected one. Nothing is guessed; tensors that are dropped are
+named by the caller.
 """
 
 import argparse
@@ -17,28 +18,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.config import PositionKind
-from models.converters.names import Names, theirs
+from models.converters.names import Names, names_in_project
 
 _MOST_NAMES = 16
 POSITION_TOLERANCE = 1e-6
-"""A table this close to the sin-cos one is it: other programs compute it in other orders."""
+"""Largest difference from the sin-cos table: other programs compute it in another order."""
 
 
 class WeightsError(ValueError):
-    """A weight file is not what it should be; the message says which file, what and how to mend it."""
+    """A weight file of another kind or structure; the message names the file and the way out."""
 
     exit_code = 2
 
 
 _WRAPPERS = ("module.", "_module.", "_orig_mod.")
-"""What data-parallel training, per-example gradients and compilation put before every name."""
+"""Prefixes that data-parallel training, per-example gradients and compilation put before names."""
 
 
 def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file, or of a torch file: its entry `key`, or the whole where there is no such entry.
+    """Returns the tensors of a `.safetensors` file, a torch file, or a folder of either.
 
-    A folder has `model.safetensors` or `pytorch_model.bin`, whole or in parts with an index, as transformers and DeepSpeed's
-    `zero_to_fp32.py` write them. Names are those of the model itself: a prefix of a wrapper goes where every name has it.
+    A torch file has them in its entry `key`, or at its top if it lacks that entry. A folder has
+    `model.safetensors` or `pytorch_model.bin`, in one file or in parts with an index, as
+    transformers and DeepSpeed's `zero_to_fp32.py` write them. A wrapper's prefix that every name
+    has is removed.
 
     Raises:
         WeightsError: no such file, not readable as plain tensors, or no dictionary of tensors.
@@ -51,13 +54,19 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
                     names = set(json.loads(index.read_text())["weight_map"].values())
                     parts = [path / str(name) for name in sorted(names)]
                 except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise WeightsError(f"{index} is no index of weight files: {error}") from error
-                return {name: value for part in parts for name, value in read_weights(part).items()}
+                    raise WeightsError(
+                        f"{index} is not an index of weight files: {error}"
+                    ) from error
+                tensors: dict[str, Tensor] = {}
+                for part in parts:
+                    tensors.update(read_weights(part))
+                return tensors
             if (path / name).is_file():
                 return read_weights(path / name, key)
         raise WeightsError(
-            f"{path} holds no model.safetensors or pytorch_model.bin; a file of a folder of torch.distributed.checkpoint makes "
-            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE"
+            f"{path} contains neither model.safetensors nor pytorch_model.bin; for a folder of "
+            "torch.distributed.checkpoint run python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {path} FILE"
         )
     if not path.is_file():
         raise WeightsError(f"there is no weight file {path}")
@@ -65,43 +74,45 @@ def read_weights(path: Path, key: str = "model") -> dict[str, Tensor]:
         try:
             state: Any = load_file(path)
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{path} is no safetensors file: {error}") from error
+            raise WeightsError(f"{path} is not a safetensors file: {error}") from error
     else:
         content = _read_torch(path)
         state = content.get(key, content) if isinstance(content, Mapping) else content
         if not isinstance(state, Mapping) or not state:
             raise WeightsError(
-                f"{path} holds no dictionary of tensors, neither at its top nor under {key!r}"
+                f"{path} has no dictionary of tensors, neither at its top nor under {key!r}"
             )
-    for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise WeightsError(
-                f"{path}: entry {name!r} is a {type(value).__name__}, but tensors were expected"
+                f"{path}: entry {name!r} is a {type(tensor).__name__}, but tensors were expected"
             )
-    while state and (
-        prefix := next((p for p in _WRAPPERS if all(name.startswith(p) for name in state)), None)
-    ):
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    # Wrappers may lie around each other, in any order.
+    while state:
+        common = [prefix for prefix in _WRAPPERS if all(name.startswith(prefix) for name in state)]
+        if not common:
+            break
+        state = {name.removeprefix(common[0]): tensor for name, tensor in state.items()}
     return dict(state)
 
 
 def _read_torch(path: Path) -> object:
     try:
-        # Training scripts store their command line with the weights; a Namespace is a plain bag of attributes.
+        # Training scripts store their command line with the weights; a Namespace is a plain bag of
+        # attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = next(
-            (line.strip() for line in str(error).splitlines() if "nsupported" in line),
-            "it is damaged",
-        )
+        lines = [line.strip() for line in str(error).splitlines() if "nsupported" in line]
+        reason = lines[0] if lines else "it is damaged"
         raise WeightsError(
-            f"{path} is not a torch file of plain tensors ({reason[:200]}), so it is not loaded: it could run code. If you "
-            "trust it, save its tensors as .safetensors"
+            f"{path} is not a torch file of plain tensors ({reason[:200]}), so it is not loaded: "
+            "it could run code. If you trust it, save its tensors as .safetensors"
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # whatever torch's reader runs into in bytes that are something else
+    # torch's reader may raise any exception on bytes of another format.
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WeightsError(f"{path} is not a torch file of weights: {reason[:200]}") from error
 
@@ -110,72 +121,81 @@ def rename(
     state: Mapping[str, Tensor],
     shapes: Mapping[str, torch.Size],
     names: Names,
-    what: str,
+    source: str,
     *,
     unused: Iterable[str] = (),
 ) -> dict[str, Tensor]:
-    """Our tensors, in fp32, from those of another project.
+    """Returns our tensors, in fp32, from those of another project.
 
     Args:
         shapes: of each of our tensors.
         names: their names by ours; empty where these are the same.
-        what: the file, for errors.
-        unused: their names that may be there and are not needed.
+        source: the file, for errors.
+        unused: their names that may exist and are not needed.
 
     Raises:
-        WeightsError: missing or unknown names (listed), another shape, or numbers that are no floating point.
+        WeightsError: missing or unknown names (listed), another shape, or numbers that are not
+            floating point.
     """
-    sources = {ours: theirs(ours, names) for ours in shapes}
-    expected = {name for parts in sources.values() for name in parts}
+    sources = {ours: names_in_project(ours, names) for ours in shapes}
+    expected: set[str] = set()
+    for their_names in sources.values():
+        expected.update(their_names)
+    missing = sorted(expected - state.keys())
+    unknown = sorted(state.keys() - expected - set(unused))
     problems = []
-    for problem, listed in (
-        ("lacks", sorted(expected - state.keys())),
-        ("has unknown", sorted(state.keys() - expected - set(unused))),
-    ):
-        rest = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
-        problems += [f"{problem} {', '.join(listed[:_MOST_NAMES])}{rest}"] if listed else []
+    for problem, problem_names in (("lacks", missing), ("has unknown", unknown)):
+        if problem_names:
+            listing = ", ".join(problem_names[:_MOST_NAMES])
+            if len(problem_names) > _MOST_NAMES:
+                listing += f" and {len(problem_names) - _MOST_NAMES} more"
+            problems.append(f"{problem} {listing}")
     if problems:
-        raise WeightsError(f"{what} {' and '.join(problems)}: it is not of the expected structure")
+        raise WeightsError(
+            f"{source} {' and '.join(problems)}: it is not of the expected structure"
+        )
     renamed = {}
-    for ours, sought in sources.items():
+    for ours, their_names in sources.items():
+        rows = shapes[ours][0] // len(their_names)
+        shape = (rows, *shapes[ours][1:])
         parts = []
-        for name in sought:
-            part, rows = state[name], shapes[ours][0] // len(sought)
+        for name in their_names:
+            part = state[name]
             if not part.is_floating_point():
                 raise WeightsError(
-                    f"{what}: {name} holds {part.dtype}, but weights are floating point"
+                    f"{source}: {name} holds {part.dtype}, but weights are floating point"
                 )
-            if part.shape != (rows, *shapes[ours][1:]):
-                expects = (rows, *shapes[ours][1:])
+            if part.shape != shape:
                 raise WeightsError(
-                    f"{what}: {name} has shape {tuple(part.shape)}, but {expects} was expected"
+                    f"{source}: {name} has shape {tuple(part.shape)}, but {shape} was expected"
                 )
             parts.append(part.to(torch.float32))
             if not bool(parts[-1].isfinite().all()):
                 raise WeightsError(
-                    f"{what}: {name} holds NaN or infinity (or values beyond fp32): its training had failed"
+                    f"{source}: {name} holds NaN or infinity (or values beyond fp32): its training "
+                    "had failed"
                 )
-        renamed[ours] = torch.cat(parts).contiguous()  # a copy, of one part too
+        # `cat` copies a single part too, so that the file's tensors stay unchanged.
+        renamed[ours] = torch.cat(parts).contiguous()
     return renamed
 
 
 def rename_back(parameters: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
-    """The other direction: their tensors from ours."""
+    """Returns the other project's tensors from ours; the inverse of `rename`."""
     state = {}
-    for ours, value in parameters.items():
-        sought = theirs(ours, names)
-        for name, part in zip(sought, value.detach().chunk(len(sought)), strict=True):
+    for ours, tensor in parameters.items():
+        their_names = names_in_project(ours, names)
+        parts = tensor.detach().chunk(len(their_names))
+        for name, part in zip(their_names, parts, strict=True):
             state[name] = part.clone().contiguous()
     return state
 
 
 def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """A `.safetensors` file that transformers loads too."""
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in state.items()},
-        path,
-        {"format": "pt"},
-    )
+    """Writes a `.safetensors` file that transformers loads too."""
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    # transformers refuses a file without this entry.
+    save_file(tensors, path, {"format": "pt"})
 
 
 def position_kind(
@@ -184,26 +204,27 @@ def position_kind(
     fixed: Callable[[int, int], Tensor],
     size: int,
     width: int,
-    what: str,
+    source: str,
 ) -> PositionKind:
-    """ "sincos" if the table is `fixed(size, width)`, else "learned", of a wrong shape too, which `rename` reports.
+    """Returns "sincos" if the table is `fixed(size, width)`, else "learned".
+
+    A table of a wrong shape is "learned" too; `rename` reports its shape.
 
     Raises:
         WeightsError: no such table.
     """
     if name not in state:
-        raise WeightsError(f"{what} lacks {name}: it is not of the expected structure")
-    table = fixed(size, width)[None] if width % 4 == 0 else None
-    if table is None or state[name].shape != table.shape:
+        raise WeightsError(f"{source} lacks {name}: it is not of the expected structure")
+    if width % 4:
         return "learned"
-    return (
-        "sincos"
-        if bool((state[name].double() - table).abs().max() <= POSITION_TOLERANCE)
-        else "learned"
-    )
+    table = fixed(size, width)[None]
+    if state[name].shape != table.shape:
+        return "learned"
+    difference = (state[name].double() - table).abs().max()
+    return "sincos" if bool(difference <= POSITION_TOLERANCE) else "learned"
 
 
 def mlp_ratio(hidden_width: int, width: int) -> float:
-    """A ratio of which int(width * ratio) is the hidden width again."""
+    """Returns a ratio of which int(width * ratio) is the hidden width again."""
     ratio = hidden_width / width
     return ratio if int(width * ratio) == hidden_width else (hidden_width + 0.5) / width

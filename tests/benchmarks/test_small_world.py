@@ -40,10 +40,10 @@ def test_arms_are_trained_judged_and_kept(
     )
     monkeypatch.setattr(small_world, "N", 2000)
     monkeypatch.setattr(small_world, "plan_of", lambda *_: SimpleNamespace(noise_multiplier=1.0))
-    whole = small_world.held_out
+    whole = small_world.heldout_scores
     monkeypatch.setattr(
         small_world,
-        "held_out",
+        "heldout_scores",
         lambda *given, **_: whole(*given[:3], *given[3:4] or ["captioned"], 100),
     )
     for name in arms:

@@ -57,7 +57,7 @@ def fresh_captioner(after: Callable[[torch.nn.Module], None] | None = None) -> t
         decoder_depth=1,
         decoder_num_heads=2,
     )
-    return build_captioner(config, generator=torch.Generator().manual_seed(3), after=after)
+    return build_captioner(config, generator=torch.Generator().manual_seed(3), module_hook=after)
 
 
 def tiny_captioner(dtype: torch.dtype = torch.float32) -> torch.nn.Module:

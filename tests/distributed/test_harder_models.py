@@ -62,7 +62,7 @@ def tied_captioner(after: Callable[[nn.Module], None] | None = None) -> Any:
         tied_head=True,
         parallel_share=0.5,
     )
-    return build_captioner(config, generator=torch.Generator().manual_seed(3), after=after)
+    return build_captioner(config, generator=torch.Generator().manual_seed(3), module_hook=after)
 
 
 def labelled(count: int = NUM_EXAMPLES) -> dict[str, Tensor]:

@@ -87,7 +87,11 @@ def test_a_captioner_for_transformers(captioner: Path, command: Run, tmp_path: P
     assert f"epsilon {rounded_up(epsilon)} at delta 1e-05, from its ledger" in said
     readme = (out / "README.md").read_text()
     assert f"formal_guarantee: true, epsilon {rounded_up(epsilon)} at delta 1e-05" in readme
-    for words_of_it in ("## Privacy card", "initialised at random", "no VisionEncoderDecoderModel"):
+    for words_of_it in (
+        "## Privacy card",
+        "initialised at random",
+        "not a VisionEncoderDecoderModel",
+    ):
         assert words_of_it in readme
     assert json.loads((out / "privacy_card.json").read_text())["epsilon"] == pytest.approx(epsilon)
     about = json.loads((out / "config.json").read_text())["about"]
@@ -435,7 +439,7 @@ def test_folders_of_other_programs(way: str, command: Run, tmp_path: Path) -> No
     folder = tmp_path / "theirs"
     folder.mkdir()
     FOLDERS[way](vip_file(), folder)
-    with pytest.raises(ConfigError, match=r"no checkpoint of this project.*--import"):
+    with pytest.raises(ConfigError, match=r"weights of another form.*--import"):
         find_checkpoint(InitSection(checkpoint=str(folder)), ROOT)
     command("--import", "vip", folder, tmp_path / "mae", *arguments("vip"))
     own = dict(
@@ -523,9 +527,9 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
         "model size 'vip_huge'": ("--import", "vip", broken, out, "--size", "vip_huge"),
         "unknown model field 'heads'": (*nano, "--override", "heads=2"),
         "depth must be a int, got ''": (*nano, "--override", "encoder_depth"),
-        "is there and not empty": (*hf, full),
+        "exists and is not empty": (*hf, full),
         "neither a checkpoint nor a run folder": ("--checkpoint", none, "--format", "hf", out),
-        "holds no model.safetensors or pytorch_model.bin": (
+        "contains neither model.safetensors nor pytorch_model.bin": (
             "--import",
             "vip",
             full,
@@ -533,10 +537,15 @@ def test_bad_input_is_one_line(captioner: Path, command: Run, tmp_path: Path) ->
             *arguments("vip"),
         ),
         "there is no weight file": ("--import", "vip", none, out, *arguments("vip")),
-        "is no folder that transformers saved": ("--import", "hf", full, out),
-        "is no exported model": ("--import", "safetensors", full, out),
+        "is not a folder that transformers saved": ("--import", "hf", full, out),
+        "is not an exported model": ("--import", "safetensors", full, out),
         "lacks norm.bias": ("--import", "vip", broken, out, *arguments("vip")),
-        "give --size, which states what no tensor tells": ("--import", "vip", broken, out),
+        "give --size, e.g. vip_base, because tensors do not state all of a model": (
+            "--import",
+            "vip",
+            broken,
+            out,
+        ),
     }.items():
         assert line in command(*told, code=2)
     assert not out.exists() and [p.name for p in (tmp_path / "full").iterdir()] == ["kept"]

@@ -268,7 +268,9 @@ def test_captions_of_other_lengths_and_without_a_mask_are_refused() -> None:
 def test_a_tied_head_is_one_parameter_drawn_once() -> None:
     seen: list[nn.Module] = []
     config = captioner_config("pico", tied_head=True)
-    model = build_captioner(config, generator=torch.Generator().manual_seed(3), after=seen.append)
+    model = build_captioner(
+        config, generator=torch.Generator().manual_seed(3), module_hook=seen.append
+    )
     embedding, head = model.decoder.token_embedding, model.decoder.head
     assert head.weight is embedding.weight and not head.weight.is_meta and head.bias is not None
     assert not any("head.weight" in name for name, _ in model.named_parameters())

@@ -71,7 +71,11 @@ REFUSED: dict[Callable[..., Any], list[tuple[str, dict[str, object], str]]] = {
         ("pico", {"decoder_width": 66, "decoder_num_heads": 3}, "multiple of 4 for sin-cos"),
         ("pico", {"decoder_depth": 0}, "depth must be positive"),
         ("pico", {"decoder_mlp_ratio": float("nan")}, "mlp_ratio must be positive"),
-        ("pico", {"encoder_mlp_ratio": 1e-12}, "encoder mlp_ratio 1e-12 leaves no unit"),
+        (
+            "pico",
+            {"encoder_mlp_ratio": 1e-12},
+            "encoder mlp_ratio 1e-12 gives width 64 an MLP without units",
+        ),
         ("pico", {"decoder_norm_position": "middle"}, "one of pre, post"),
         ("pico", {"decoder_activation": "swish"}, "one of gelu, relu"),
         ("pico", {"encoder_position": "rotary"}, "one of sincos, learned"),

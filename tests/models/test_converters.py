@@ -42,7 +42,13 @@ from models.converters.huggingface import (
     to_vit_model,
 )
 from models.converters.names import TIMM, VIP
-from models.converters.native import encoder_as, load_model, model_facts, save_model, with_tables
+from models.converters.native import (
+    encoder_tensors,
+    load_model,
+    model_facts,
+    parameters_and_tables,
+    save_model,
+)
 from models.converters.official import from_dpcap, from_vip
 from models.converters.peft import BASE, to_peft
 from models.converters.weights import WeightsError, read_weights, rename_back, write_weights
@@ -155,14 +161,14 @@ def test_an_imported_masked_autoencoder_and_its_encoder_alone(tmp_path: Path) ->
     encoder = model_of(from_vip(alone, "x", "vip_nano", OF_ENCODER))
     features = Released(alone).tokens(images)
     torch.testing.assert_close(encoder(images.float()).double(), features, atol=1e-5, rtol=1e-5)
-    same_bits(encoder_as(TIMM, encoder.encoder), alone)
+    same_bits(encoder_tensors(TIMM, encoder.encoder), alone)
 
 
 def test_what_no_tensor_tells_is_asked_for(tmp_path: Path) -> None:
     """An official file states no model, an encoder alone not even whose; folders state theirs."""
     for kind in ("vip", "dpcap"):
         with pytest.raises(
-            WeightsError, match=f"give --size, which states what no tensor tells, as {kind}_base"
+            WeightsError, match=f"give --size, e.g. {kind}_base, because tensors do not state all"
         ):
             read_foreign(kind, tmp_path / "x")  # type: ignore[arg-type]
     for left_out in ("encoder_num_heads", "encoder_norm_eps"):
@@ -197,7 +203,7 @@ def test_sizes_of_vip_are_the_official_ones(name: str) -> None:
     width, depth, heads, in_encoder, in_decoder = OFFICIAL[name]
     size = MAE_SIZES[name]
     with torch.device("meta"):
-        state = rename_back(with_tables(MaskedAutoencoder(size)), VIP)
+        state = rename_back(parameters_and_tables(MaskedAutoencoder(size)), VIP)
     named = {
         name.replace(".0.", f".{number}.", 1)
         for name in vip_file()
@@ -276,7 +282,7 @@ def test_damaged_files_are_one_line(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(WeightsError, match="not a torch file") as error:
         read_weights(path)
     assert "\n" not in str(error.value)
-    with pytest.raises(WeightsError, match="no safetensors file"):
+    with pytest.raises(WeightsError, match="not a safetensors file"):
         read_weights(path.rename(tmp_path / "x.safetensors"))
     for held, line in (
         ({"model": {"a": 3}}, "entry 'a' is a int"),
@@ -414,7 +420,7 @@ def test_a_round_trip_through_transformers(tmp_path: Path, make: Callable[[], An
     save_model(tmp_path / "own", model, model_facts(model.config, "custom"), {"run": "x"})
     for back in (model_of(from_huggingface(tmp_path / "hf")), load_model(tmp_path / "own")):
         assert back.config == model.config
-        same_bits(with_tables(back), with_tables(model))
+        same_bits(parameters_and_tables(back), parameters_and_tables(model))
 
 
 @pytest.mark.parametrize(
@@ -458,7 +464,9 @@ def test_we_load_their_folders(tmp_path: Path, kind: str) -> None:
         expected = body(images(), **order).last_hidden_state
         torch.testing.assert_close(model(images()), expected, atol=1e-5, rtol=1e-5)
     write_weights(tmp_path / WEIGHTS, theirs.state_dict())
-    same_bits(with_tables(model_of(from_huggingface(tmp_path))), with_tables(model))
+    same_bits(
+        parameters_and_tables(model_of(from_huggingface(tmp_path))), parameters_and_tables(model)
+    )
 
 
 ATTENTION = "encoder.layer.0.attention.attention.key"

@@ -80,3 +80,48 @@ def outer(found):
     assert measured["percent_of_names_that_are_no_nouns"] == 25
     assert measured["names_that_are_no_nouns"] == {"found": 1}
     assert measured["tuple_assignments_per_1000_lines"] == round(1000 / 6, 1)
+
+
+def test_docstrings_without_a_verb() -> None:
+    text = '''
+class Plan:
+    """Numbers of a run: the docstring of a class is no sentence."""
+
+    def sampler(self):
+        """Builds: the sampler of the plan."""
+
+
+def names_of(tree):
+    """Names of all variables."""
+
+
+def rows_of(batch):
+    """Rows, one for each example."""
+
+
+def noise():
+    """The standard deviation of the noise."""
+
+
+def expenses():
+    """Passes on the budget.
+
+    Numbers of later lines have no part in it.
+    """
+
+
+def silent():
+    return 1
+
+
+def _private():
+    """A helper that no reader of the pages sees."""
+'''
+    measured = measure_text([ast.parse(text)], code=10)
+    documented, without_verb = 5, 3  # of public functions and methods
+    percent = 100 * without_verb / documented
+    assert measured["percent_of_public_docstrings_without_a_verb"] == percent
+    assert measured["anchors"]["percent_of_public_docstrings_without_a_verb"] == {
+        "least": 3,
+        "most": 12,
+    }

@@ -13,7 +13,7 @@ from models.base import ImageEncoder
 from models.config import EncoderConfig, VitConfig
 from models.converters.huggingface import CONFIG, WEIGHTS, to_vit_model
 from models.converters.names import TIMM
-from models.converters.native import encoder_as
+from models.converters.native import encoder_tensors
 from models.converters.weights import write_weights
 from privacy.errors import PrivacyStateRefused
 from privacy.run.run import load_newest
@@ -41,7 +41,9 @@ def exported(folder: Path, kind: str, about: dict[str, Any]) -> Path:
     config = EncoderConfig(encoder=VitConfig(**size, qkv_bias=True))
     encoder = ImageEncoder.build(config, generator=torch.Generator().manual_seed(0)).encoder
     folder.mkdir()
-    stated, tensors = to_vit_model(encoder) if kind == "hf" else ({}, encoder_as(TIMM, encoder))
+    stated, tensors = (
+        to_vit_model(encoder) if kind == "hf" else ({}, encoder_tensors(TIMM, encoder))
+    )
     (folder / CONFIG).write_text(json.dumps({**stated, "about": about}))
     if kind == "hf":
         write_weights(folder / WEIGHTS, tensors)

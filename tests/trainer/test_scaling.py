@@ -94,7 +94,7 @@ def test_axes_are_crossed_and_their_lists_go_together(tmp_path: Path) -> None:
         (("[6, 2]", "[6]"), "expected_batch_size has 2, train.num_steps has 1"),
         (
             ("train.num_steps = [6", "training.num_steps = [6"),
-            "axis.batch: training.num_steps is no key of a recipe",
+            "axis.batch: training.num_steps is not a key of a recipe",
         ),
         (("train.num_steps = [6", "train.steps = [6"), "unknown key train.steps"),
         (("[base]", "[base]\ntrain.seed = 3"), "list it in seeds"),
@@ -218,7 +218,8 @@ def test_a_start_that_knows_less_than_one_does_without_looking_is_refused(
         losses.read_text() + '{"step": 3, "lo\n{"step": 3, "loss": 1.75, "blind_loss": 1.5}\n'
     )
     with pytest.raises(
-        ConfigError, match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is had without"
+        ConfigError,
+        match=f"start {start} has a held-out loss of 1.7500, and 1.5000 is the loss without",
     ):
         require_useful_starts(planned, ROOT)
 
@@ -481,7 +482,10 @@ def test_every_group_is_compared_with_the_blind_line(tmp_path: Path) -> None:
     assert {row["blind line"] for row in rows.values()} == {"1.9300"}
     assert rows["10"]["below the blind line by"] == "**above it** by 0.0100"
     assert rows["100"]["below the blind line by"] == "0.0800"
-    assert "The blind line, 1.9300, is the loss that one gets" in page and "pairs of words" in page
+    assert (
+        "The blind line, 1.9300, is the loss on the same held-out data" in page
+        and "pairs of words" in page
+    )
     assert "**1 of 2 groups lie above it: batch 10.**" in page
     with (folder.report / "points.csv").open() as file:
         point = next(csv.DictReader(file))

@@ -175,11 +175,11 @@ class CanaryTask(TrainingTask):
         self._canaries = canaries
 
     def build(
-        self, generator: torch.Generator, *, after: Any = None, one_block: bool = False
+        self, generator: torch.Generator, *, module_hook: Any = None, one_block: bool = False
     ) -> Any:
         model = CanaryModel()
-        for module in model.modules() if after is not None else ():
-            after(module)
+        for module in model.modules() if module_hook is not None else ():
+            module_hook(module)
         return model
 
     def make_example(self, *, train: bool) -> Any:

@@ -69,7 +69,7 @@ from trainer.run.datasets import (
 )
 from trainer.run.ledger import open_run_ledger, require_places
 from trainer.tasks import TrainingTask, make_task
-from trainer.weights.provenance import Start
+from trainer.weights.provenance import Initialisation
 from trainer.weights.start import (
     find_checkpoint,
     initialisation_facts,
@@ -235,7 +235,7 @@ class TrainerStart:
             self.engine_name, self.machine, self.device, config.train.micro_batch_size
         )
         generator = torch.Generator().manual_seed(config.train.seed)
-        self.model = self.task.build(generator, after=self.shard)
+        self.model = self.task.build(generator, module_hook=self.shard)
         frozen = [name for name, p in self.model.named_parameters() if not p.requires_grad]
         if frozen and config.init is None:
             raise ConfigError(
@@ -349,7 +349,7 @@ class TrainerStart:
         facts = first_on_main(lambda: initialisation_facts(config, checkpoint, self.table))
 
         def find_ledgers() -> None:
-            start = Start.of({"initialisation": facts})
+            start = Initialisation.of({"initialisation": facts})
             self.parent_ledgers = ledgers_behind(
                 checkpoint, start, is_private=config.privacy.enabled
             )

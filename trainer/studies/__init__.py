@@ -1,1 +1,1 @@
-"""Scaling studies: a grid of runs from one TOML file, run to the end however often it is interrupted, and compared."""
+"""Scaling studies: grids of runs from one TOML file, resumed after interruptions, and compared."""

@@ -1,4 +1,4 @@
-"""How the points of a study come to run: here, several at a time, or as an array job of Slurm."""
+"""Executors of a study's points: on this machine, several at a time, or an array job of Slurm."""
 
 import hashlib
 import os
@@ -29,7 +29,7 @@ _ENDINGS = {
 
 
 def train_command(folder: StudyFolder, study: StudyConfig, name: str) -> list[str]:
-    """The command that trains one point."""
+    """Returns the command that trains one point."""
     return [
         sys.executable,
         "launch_scripts/train.py",
@@ -51,7 +51,9 @@ def run_local(
     workers: int,
     say: Callable[[str], None],
 ) -> dict[str, int]:
-    """Trains the points here, `workers` at a time. SIGTERM and Ctrl-C stop the runs, which save; the same command resumes.
+    """Trains the points on this machine, `workers` at a time.
+
+    SIGTERM and Ctrl-C stop the runs, which save; the same command resumes them.
 
     Returns:
         The exit code of every point that was started, or had nothing to start for.
@@ -67,7 +69,8 @@ def run_local(
             process.terminate()
 
     def train(name: str) -> int:
-        if folder.in_use(name):  # by a trainer of a study that was killed
+        if folder.in_use(name):
+            # The study that started this trainer was killed.
             say(f"{name}: another trainer has it; waiting for its end")
         while folder.in_use(name) and not stopped:
             time.sleep(_POLL_SECONDS)
@@ -77,38 +80,42 @@ def run_local(
         if stopped or progress in _NOT_STARTED:
             return _NOT_STARTED.get(progress, STOPPED_EARLY)
         say(f"{name}: {'starts' if progress == 'new' else 'resumes'}")
+        command = train_command(folder, study, name)
         with folder.log(name).open("ab") as log:
-            running[name] = process = subprocess.Popen(
-                train_command(folder, study, name),
+            # A session of its own: Ctrl-C reaches this process alone, which passes it on as
+            # SIGTERM.
+            process = subprocess.Popen(
+                command,
                 cwd=ROOT,
                 env={"OMP_NUM_THREADS": threads, **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us alone; we pass it on as SIGTERM
+                start_new_session=True,
             )
-        if stopped:  # meanwhile
+            running[name] = process
+        # A stop while the process started did not find it in `running`.
+        if stopped:
             process.terminate()
         code = process.wait()
         del running[name]
         if stopped and code == -signal.SIGTERM:
-            code = STOPPED_EARLY  # before it could listen: nothing was begun
+            # The signal came before the trainer listened, so it has done nothing yet.
+            code = STOPPED_EARLY
         ending = _ENDINGS.get(code)
-        if ending is None:  # the trainer's last error says what and where, if a user can mend it
-            lines = [
-                line
-                for line in folder.log(name).read_text(errors="replace").splitlines()
-                if line.strip()
-            ]
+        if ending is None:
+            # The trainer's last error states problem and place, if a user can mend it.
+            log_lines = folder.log(name).read_text(errors="replace").splitlines()
+            lines = [line for line in log_lines if line.strip()]
             errors = [line for line in lines if line.startswith("error")]
-            last = (errors or lines or ["nothing was printed"])[-1]
-            ending = f"failed with exit code {code}: {last} (log: {folder.log(name)})"
+            last_line = (errors or lines or ["nothing was printed"])[-1]
+            ending = f"failed with exit code {code}: {last_line} (log: {folder.log(name)})"
         say(f"{name}: {ending}")
         return code
 
-    handlers = {
-        number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    handlers = {}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        handlers[number] = signal.signal(number, request_stop)
     try:
         with ThreadPoolExecutor(workers) as pool:
             return dict(zip(names, pool.map(train, names), strict=True))
@@ -118,11 +125,15 @@ def run_local(
 
 
 def exit_code(codes: Mapping[str, int]) -> int:
-    """A study's: a defect or bad input of any run before a stop, before a spent budget, before 0."""
+    """Returns a study's exit code: of a failure before a stop before a spent budget before 0."""
     failed = [code for code in codes.values() if code not in _ENDINGS]
     if failed:
-        return failed[0] if failed[0] > 0 else 1  # killed by a signal
-    return next((code for code in (STOPPED_EARLY, BUDGET_SPENT) if code in codes.values()), DONE)
+        # A negative code is the signal that killed the run.
+        return failed[0] if failed[0] > 0 else 1
+    for code in (STOPPED_EARLY, BUDGET_SPENT):
+        if code in codes.values():
+            return code
+    return DONE
 
 
 def submit_array(
@@ -132,18 +143,21 @@ def submit_array(
     at_once: int,
     allocation: Mapping[str, int | None],
 ) -> list[str]:
-    """Submits an array job over the points that are neither done nor queued; returns what to say.
+    """Submits an array job of the points that are neither done nor queued; returns lines to print.
 
-    What is queued is asked of Slurm itself, by a job name that belongs to the study's folder: a call that was cut off behind
-    sbatch, and one from another host, count too. A task's number is the line of its point in points.txt, and lines are only ever
-    added, so that a task that waits trains what it was submitted for.
+    Slurm itself lists the queued tasks, by a job name that belongs to the study's folder: so a call
+    that was cut off behind sbatch, and one from another host, count too. A task's number is the
+    line of its point in points.txt, and lines are only added, so that a task that waits trains the
+    point that it was submitted for.
 
-    Partition and time limit come from sbatch's own environment variables (SBATCH_PARTITION, ...). A task that is preempted goes
-    back to the queue by itself; the same call submits again what ended without being done.
+    Partition and time limit come from sbatch's own environment variables (SBATCH_PARTITION, ...). A
+    task that is preempted goes back to the queue by itself; the same call submits again the tasks
+    that ended without being done.
 
     Args:
-        allocation: what each point gets, in sbatch's words; None is the default of sbatch and of the batch script, and for
-            cpus_per_task the largest number of data workers of the points.
+        allocation: resources of each point, in sbatch's words; None is the default of sbatch and of
+            the batch script, and for cpus_per_task the largest number of data workers of the
+            points.
 
     Raises:
         ConfigError: Slurm's commands are missing, or one of them refuses.
@@ -151,21 +165,20 @@ def submit_array(
 
     def slurm(*command: str) -> str:
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"there is no {command[0]} here: submit from a login node of the cluster"
             ) from error
-        if done.returncode != 0:
-            raise ConfigError(
-                f"{command[0]} refused, so nothing is submitted: {' '.join(done.stderr.split())}"
-            )
-        return done.stdout
+        if process.returncode != 0:
+            reason = " ".join(process.stderr.split())
+            raise ConfigError(f"{command[0]} refused, so nothing is submitted: {reason}")
+        return process.stdout
 
-    line_of = {
-        name: shlex.join(["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))])
-        for name in names
-    }
+    line_of = {}
+    for name in names:
+        arguments = ["--recipe", str(folder.recipe(name)), "--run_dir", str(folder.run(name))]
+        line_of[name] = shlex.join(arguments)
     points = folder.root / "points.txt"
     lines = points.read_text().splitlines() if points.exists() else []
     lines += [line for line in line_of.values() if line not in lines]
@@ -174,38 +187,37 @@ def submit_array(
 
     digest = hashlib.sha256(str(folder.root).encode()).hexdigest()[:12]
     job_name = f"dp-study-{folder.root.name}-{digest}"
-    queued = set(
-        slurm("squeue", "--noheader", "--array", f"--name={job_name}", "--format=%K").split()
-    )
+    queue = slurm("squeue", "--noheader", "--array", f"--name={job_name}", "--format=%K")
+    queued_tasks = set(queue.split())
     progress = {name: folder.progress(name) for name in names}
     unfinished = [name for name in names if progress[name] in ("new", "begun")]
-    waiting = [name for name in unfinished if task[name] in queued or folder.in_use(name)]
-    left = [name for name in unfinished if name not in waiting]
-    said = [f"queued or running already: {', '.join(waiting)}"] if waiting else []
+    waiting = [name for name in unfinished if task[name] in queued_tasks or folder.in_use(name)]
+    to_submit = [name for name in unfinished if name not in waiting]
     spent = [name for name in names if progress[name] == "budget spent"]
+    notes = []
+    if waiting:
+        notes.append(f"queued or running already: {', '.join(waiting)}")
     if spent:
-        said.append(
+        notes.append(
             f"the budget is spent and steps remain; not submitted again: {', '.join(spent)}"
         )
-    if not left:
-        return [
-            *said,
-            "nothing to submit" if waiting or spent else "all points are done; nothing to submit",
-        ]
-    wanted = dict(allocation)
-    if wanted.get("cpus_per_task") is None:
-        wanted["cpus_per_task"] = max(
-            1, *(load_config(folder.recipe(name)).data.num_workers for name in left)
-        )
-    submitted = slurm(
+    if not to_submit:
+        verdict = "nothing to submit" if notes else "all points are done; nothing to submit"
+        return [*notes, verdict]
+    resources = dict(allocation)
+    if resources.get("cpus_per_task") is None:
+        recipes = [load_config(folder.recipe(name)) for name in to_submit]
+        resources["cpus_per_task"] = max(1, *(recipe.data.num_workers for recipe in recipes))
+    options = []
+    for key, amount in resources.items():
+        if amount is not None:
+            options.append(f"--{key.replace('_', '-')}={amount}")
+    tasks = ",".join(task[name] for name in to_submit)
+    submission = slurm(
         "sbatch",
         f"--job-name={job_name}",
-        *(
-            f"--{key.replace('_', '-')}={value}"
-            for key, value in wanted.items()
-            if value is not None
-        ),
-        f"--array={','.join(task[name] for name in left)}%{at_once}",
+        *options,
+        f"--array={tasks}%{at_once}",
         f"--output={folder.logs}/slurm-%A_%a.log",
         _ARRAY_JOB,
         str(points),
@@ -215,4 +227,4 @@ def submit_array(
         "--engine",
         study.engine,
     )
-    return [*said, submitted.strip()]
+    return [*notes, submission.strip()]

@@ -1,4 +1,4 @@
-"""A study's folder, and how far each of its runs is.
+"""A study's folder, and the progress of each of its runs.
 
 study_dir/  study.toml        the study as it was last run
             recipes/          one resolved recipe per point, written once
@@ -7,9 +7,10 @@ study_dir/  study.toml        the study as it was last run
                 logs/POINT.log    the console of its trainer
             report/           tables and plots
 
-Where runs on private data share a ledger (`privacy.shared_ledger`), it holds the grid as it was before the first run began. Only
-the points of that very grid, each once, are charged as fixed in advance. To leave one of them out is a choice as well, after
-which what is left was chosen too.
+If runs on private data share a ledger (`privacy.shared_ledger`), that ledger holds the grid as it
+was before the first run began. Only the points of that very grid, each once, are charged as fixed
+in advance. To leave out a point is a choice as well: the remaining points are then charged as
+chosen too.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ Progress = Literal["new", "begun", "finished", "budget spent"]
 
 
 class StudyFolder:
-    """Paths and records of one study; nothing is written before `prepare`."""
+    """Paths and records of one study; `prepare` is the first to write."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -45,20 +46,23 @@ class StudyFolder:
         self.report = self.root / "report"
 
     def recipe(self, name: str) -> Path:
+        """Returns the path of a point's recipe."""
         return self.recipes / f"{name}.toml"
 
     def run(self, name: str) -> Path:
+        """Returns the path of a point's run folder."""
         return self.runs / name
 
     def log(self, name: str) -> Path:
+        """Returns the path of a point's console log."""
         return self.logs / f"{name}.log"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One study at a time works in the folder.
+        """Holds the folder's lock while the block runs: one study at a time works in it.
 
         Raises:
-            ConfigError: another one does.
+            ConfigError: another study holds the lock.
         """
         self._make(self.root)
         lock = try_lock(self.root / "lock")
@@ -72,71 +76,79 @@ class StudyFolder:
             os.close(lock)
 
     def prepare(self, study: StudyConfig, definition: str, planned: Sequence[Point]) -> list[str]:
-        """Writes the definition, the recipes of points that have not begun, and the grid into the shared ledger.
+        """Writes the definition, the recipes of new points, and the grid into the shared ledger.
 
         Returns:
-            the points that have not begun and, chosen after outputs of others could be seen, are charged by an RDP filter.
+            The new points that were chosen after outputs of others could be seen, and are charged
+            by an RDP filter.
 
         Raises:
             ConfigError: the recipe of a point that began has changed (exit 2).
             PrivacyStateRefused: the shared ledger, or that of a run, is missing or broken (exit 4).
         """
-        new = {one.name for one in planned if self.progress(one.name) == "new"}
-        for one in planned:
-            if one.name in new:
+        new = {point.name for point in planned if self.progress(point.name) == "new"}
+        for point in planned:
+            if point.name in new:
                 continue
-            recipe = self.recipe(one.name)
+            recipe = self.recipe(point.name)
+            planned_keys = trained_keys(to_toml(point.config))
             try:
-                then, now = trained_keys(recipe.read_text()), trained_keys(to_toml(one.config))
+                first_keys = trained_keys(recipe.read_text())
             except OSError as error:
                 raise ConfigError(
                     f"{recipe}: {error.strerror}; its run is there, but not its recipe"
                 ) from error
-            if changed := sorted(
-                key for key in then.keys() | now.keys() if then.get(key) != now.get(key)
-            ):
-                raise ConfigError(
-                    f"point {one.name} of {self.root} began with another {changed[0]}; set it back, or choose another --study_dir"
-                )
+            for key in sorted(first_keys.keys() | planned_keys.keys()):
+                if first_keys.get(key) != planned_keys.get(key):
+                    raise ConfigError(
+                        f"point {point.name} of {self.root} began with another {key}; set it back, "
+                        "or choose another --study_dir"
+                    )
         sharing: dict[str, list[Point]] = {}
-        for one in planned:
-            if one.config.privacy.shared_ledger is not None:
-                sharing.setdefault(one.config.privacy.shared_ledger, []).append(one)
-        for path in sharing:
-            SharedLedger(path).read()  # all of them, before a grid is written into one
-        # Of the points whose owner says so, those of the grid that is frozen in their ledger once a run has begun.
-        begun, fixed = len(new) < len(planned) or any(self.runs.glob("*/ledger.jsonl")), set[str]()
-        for path, group in sharing.items():
-            if not any(one.config.privacy.fixed_in_advance for one in group):
+        for point in planned:
+            ledger_path = point.config.privacy.shared_ledger
+            if ledger_path is not None:
+                sharing.setdefault(ledger_path, []).append(point)
+        # All ledgers are read before a grid is written into one.
+        for ledger_path in sharing:
+            SharedLedger(ledger_path).read()
+        # Points are fixed if their owner says so, and if they are in the grid that is frozen in
+        # their ledger once a run has begun.
+        begun_runs = any(self.runs.glob("*/ledger.jsonl"))
+        has_begun = len(new) < len(planned) or begun_runs
+        fixed: set[str] = set()
+        for ledger_path, group in sharing.items():
+            if not any(point.config.privacy.fixed_in_advance for point in group):
                 continue
-            keys = {
-                one.name: json.dumps(trained_keys(to_toml(one.config)), sort_keys=True)
-                for one in group
-            }
-            points = {
-                name: hashlib.sha256(text.encode()).hexdigest() for name, text in keys.items()
-            }
-            shared = SharedLedger(path)
-            frozen = shared.freeze_grid(study.name, points, begun=begun)
-            if all(points.get(name) == digest for name, digest in frozen.items()):
+            digests = {}
+            for point in group:
+                keys = json.dumps(trained_keys(to_toml(point.config)), sort_keys=True)
+                digests[point.name] = hashlib.sha256(keys.encode()).hexdigest()
+            shared = SharedLedger(ledger_path)
+            frozen = shared.freeze_grid(study.name, digests, begun=has_begun)
+            if all(digests.get(name) == digest for name, digest in frozen.items()):
                 fixed |= frozen.keys() - (shared.read().names & new)
         for folder in (self.recipes, self.runs, self.logs):
             self._make(folder)
         self.private.chmod(0o700)
         late = []
-        for one in planned:
-            config = one.config
-            if one.name not in new:
+        for point in planned:
+            config = point.config
+            if point.name not in new:
                 continue
-            if config.privacy.fixed_in_advance and one.name not in fixed:
-                late.append(one.name)
+            if config.privacy.fixed_in_advance and point.name not in fixed:
+                late.append(point.name)
                 config = with_privacy(config, {"fixed_in_advance": False})
-            write_durably(self.recipe(one.name), to_toml(config))
+            write_durably(self.recipe(point.name), to_toml(config))
         write_durably(self.definition, definition)
         return late
 
     def progress(self, name: str) -> Progress:
-        """How far a run is, from its own ledger; PrivacyStateRefused when that is broken."""
+        """Returns the progress of a run, by its own ledger.
+
+        Raises:
+            PrivacyStateRefused: the ledger is broken.
+        """
         ledger = self.run(name) / "ledger.jsonl"
         if not ledger.exists():
             return "new"
@@ -148,7 +160,7 @@ class StudyFolder:
         return "budget spent" if state.num_charged >= state.plan.max_intents else "begun"
 
     def in_use(self, name: str) -> bool:
-        """Whether a trainer has the run, e.g. one that outlived the study that started it."""
+        """Returns whether a trainer holds the run's lock, even one whose study was killed."""
         path = RunFolder(self.run(name)).private / "lock"
         if not path.exists():
             return False

@@ -1,4 +1,4 @@
-"""What a study varies: a TOML file with a base recipe and axes, expanded into points, each with the recipe that it trains.
+"""A study's grid: a TOML file with a base recipe and axes, expanded into points with recipes.
 
 name = "batch_size"
 recipe = "recipes/quickstart.toml"       # relative to the project root
@@ -43,24 +43,27 @@ from trainer.errors import ConfigError
 
 Label = str | int | float | bool
 _NAME = r"^[A-Za-z0-9_.-]+$"
-_LONGEST_NAME = 150  # of a point: it becomes a file name
+_LONGEST_NAME = 150
+"""Characters of a point's name, which becomes a file name."""
 SECTIONS = frozenset(RunConfig.model_fields)
 HELDOUT = "evaluation/heldout.jsonl"
 _OF_OTHERS = frozenset({"privacy.tuning", "privacy.fixed_in_advance"})
-"""Keys that depend on the other points; a point that began keeps those it began with."""
+"""Keys that depend on the other points; a point that began keeps its first values of them."""
 
 
 class TanSection(Section):
-    """Constant sigma / B: every point has the noise of a reference batch, scaled to its own (Sander et al. 2023).
+    """Constant sigma / B: every point has the noise of a reference batch, scaled to its own batch.
 
-    Source: TAN Without a Burn, https://arxiv.org/abs/2210.03403, section 4: the same steps, rate and sigma / B predict the run at
-    the reference batch at a fraction of its cost. All points but those at the reference batch itself are simulations.
+    Source: Sander et al. 2023, TAN Without a Burn, https://arxiv.org/abs/2210.03403, section 4: the
+    same steps, rate and sigma / B predict the run at the reference batch at a fraction of its cost.
+    All points but those at the reference batch itself are simulations.
     """
 
     reference_batch_size: int = Field(ge=1)
     reference_noise_multiplier: float | None = Field(None, gt=0)
     reference_epsilon: float | None = Field(None, gt=0)
-    """Calibrates the reference's noise for each point's data and steps; the recipe must then state data.num_examples."""
+    """Calibrates the reference's noise for each point's data and steps; the recipe must then state
+    data.num_examples."""
 
     @model_validator(mode="after")
     def _noise_is_stated(self) -> "TanSection":
@@ -70,15 +73,15 @@ class TanSection(Section):
 
 
 class ReportSection(Section):
-    """Which axis a plot shows by colour; the first by default."""
+    """The axis that plots show by colour (the first by default), and the x axis of curves."""
 
     color: str | None = None
     x: Literal["steps", "examples"] = "steps"
-    """The x axis of the curves: steps, or examples seen (expected_batch_size for each step)."""
+    """Steps, or examples seen (expected_batch_size for each step)."""
 
 
 class StudyConfig(Section):
-    """A study's file. `axis` is checked by `plan_points`."""
+    """A study's file; `plan_points` checks `axis`."""
 
     name: str = Field(pattern=_NAME)
     title: str = ""
@@ -86,7 +89,10 @@ class StudyConfig(Section):
     ds_config: str = "ds_configs/zero1.json"
     engine: EngineName = "local"
     seeds: list[int] = Field([0], min_length=1)
-    """Seeds of the initial weights. Coins and noise differ between any two runs: they come from the operating system."""
+    """Seeds of the initial weights.
+
+    Coins and noise differ between any two runs: they come from the operating system.
+    """
     base: dict[str, Any] = Field({})
     axis: dict[str, dict[str, Any]] = Field({})
     tan: TanSection | None = None
@@ -95,12 +101,12 @@ class StudyConfig(Section):
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study.
+    """A run of a study.
 
     Attributes:
         name: name of its run folder, made of the values.
         labels: axis -> the first key's value, or the variant's name.
-        config: the recipe that it trains.
+        config: the point's recipe.
     """
 
     name: str
@@ -113,211 +119,233 @@ def load_study(path: Path) -> StudyConfig:
     """Reads a study's file.
 
     Raises:
-        ConfigError: missing or malformed file, unknown key, value out of range; one line with file and key.
+        ConfigError: missing or malformed file, unknown key, value out of range; one line with file
+            and key.
     """
-    tree = read_toml(
-        path, "study", "give a file as in studies/; to report, the folder that `study.py run` wrote"
-    )
+    hint = "give a file as in studies/; to report, the folder that `study.py run` wrote"
+    tree = read_toml(path, "study", hint)
     if "privacy" in tree:
         raise ConfigError(
-            f"{path} is a recipe, not a study: train it with train.py, or give a file as in studies/"
+            f"{path} is a recipe, not a study: train it with train.py, or give a file as in "
+            "studies/"
         )
     study = validate_section(StudyConfig, tree, f"study {path}")
     if study.report.color is not None and study.report.color not in study.axis:
         raise ConfigError(
-            f"study {path}: report.color names no axis: {study.report.color!r}; there are {', '.join(study.axis)}"
+            f"study {path}: report.color names no axis: {study.report.color!r}; there are "
+            f"{', '.join(study.axis)}"
         )
     return study
 
 
-def plan_points(study: StudyConfig, where: str, root: Path) -> list[Point]:
-    """All points with their recipes: the axes crossed in their order, then the seeds.
+def plan_points(study: StudyConfig, source: str, root: Path) -> list[Point]:
+    """Returns all points with their recipes: the axes crossed in their order, then the seeds.
 
     Args:
-        where: the study in an error.
-        root: the project's root, which the study's paths are relative to.
+        source: the study in an error.
+        root: the project's root, base of the study's relative paths.
 
     Raises:
-        ConfigError: an axis is neither lists of one length nor named variants, two points would be the same run, a point's recipe
-            is wrong, or its runs on private data are not charged together.
+        ConfigError: an axis is neither lists of one length nor named variants, two points would be
+            the same run, a point's recipe is wrong, or its runs on private data are not charged
+            together.
     """
-    base = flat(study.base, where)
+    base = dotted_keys(study.base, source)
     if "train.seed" in base:
-        raise ConfigError(f"{where}: base.train.seed would be overwritten; list it in seeds")
-    axes = {
-        name: _steps(name, table, f"{where}: axis.{name}") for name, table in study.axis.items()
-    }
+        raise ConfigError(f"{source}: base.train.seed would be overwritten; list it in seeds")
+    axes = {}
+    for name, table in study.axis.items():
+        axes[name] = _steps(name, table, f"{source}: axis.{name}")
     points: dict[str, Point] = {}
     for steps in itertools.product(*axes.values()):
-        labels = {name: label for name, (label, _) in zip(axes, steps, strict=True)}
+        labels: dict[str, Label] = {}
         values: dict[str, Any] = {}
-        for name, (_, overrides) in zip(axes, steps, strict=True):
-            if twice := values.keys() & overrides.keys():
+        for axis, (label, overrides) in zip(axes, steps, strict=True):
+            repeated = values.keys() & overrides.keys()
+            if repeated:
                 raise ConfigError(
-                    f"{where}: axis.{name} sets {min(twice)}, and so does an axis before it"
+                    f"{source}: axis.{axis} sets {min(repeated)}, and so does an axis before it"
                 )
+            labels[axis] = label
             values |= overrides
-        parts = [
-            f"{axis}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', str(label))}"
-            for axis, label in labels.items()
-        ]
+        parts = []
+        for axis, label in labels.items():
+            file_label = re.sub(r"[^A-Za-z0-9_.-]+", "-", str(label))
+            parts.append(f"{axis}-{file_label}")
         for seed in study.seeds:
             name = "_".join([*parts, f"seed-{seed}"])
             if name in points:
                 raise ConfigError(
-                    f"{where}: two points are both called {name}; values and seeds must differ"
+                    f"{source}: two points are both called {name}; values and seeds must differ"
                 )
             if len(name) > _LONGEST_NAME:
                 raise ConfigError(
-                    f"{where}: the point's name {name} is longer than {_LONGEST_NAME}; use named variants"
+                    f"{source}: the point's name {name} is longer than {_LONGEST_NAME}; use named "
+                    "variants"
                 )
             config = _resolved(study, root, name, {**base, **values, "train.seed": seed})
-            # Runs on private data compose: one ledger charges their total, and permits or refuses those without a guarantee.
+            # Runs on private data compose: one ledger charges their total, and permits or refuses
+            # those without a guarantee.
             if config.data.provenance == "private" and config.privacy.shared_ledger is None:
                 raise ConfigError(
-                    f"study {study.name}: its runs are on private data and compose. Make a ledger of what they may spend "
-                    "together (launch_scripts/shared_ledger.py create) and name it in [base] privacy.shared_ledger; or declare "
-                    "data.provenance"
+                    f"study {study.name}: its runs are on private data and compose. Make a ledger "
+                    "of what they may spend together (launch_scripts/shared_ledger.py create) and "
+                    "name it in [base] privacy.shared_ledger; or declare data.provenance"
                 )
             points[name] = Point(name, labels, seed, config)
-    # What the privacy card needs to know: siblings and tuning on the same data. The run's own plan decides in the end.
-    sections = [one.config.privacy for one in points.values()]
-    informal = sum(
-        not p.enabled or p.simulation or p.noise_multiplier == 0 or p.sampling != "poisson"
-        for p in sections
-    )
-    words = (
-        f"one of {len(points)} runs of study {study.name}; {len(points) - informal} claim a guarantee of their own, "
-        f"{informal} have none (TAN simulations, or privacy.enabled = false) and are charged nowhere; "
-        f"varied: {', '.join([*study.axis, 'seed'])}"
+    # The privacy card states siblings and tuning on the same data. The run's own plan decides in
+    # the end.
+    num_informal = 0
+    for point in points.values():
+        privacy = point.config.privacy
+        is_noiseless = not privacy.enabled or privacy.noise_multiplier == 0
+        if is_noiseless or privacy.simulation or privacy.sampling != "poisson":
+            num_informal += 1
+    axis_names = ", ".join([*study.axis, "seed"])
+    siblings = (
+        f"one of {len(points)} runs of study {study.name}; {len(points) - num_informal} claim a "
+        f"guarantee of their own, {num_informal} have none (TAN simulations, or privacy.enabled = "
+        f"false) and are charged nowhere; varied: {axis_names}"
     )
     planned = []
-    for one in points.values():
-        own = one.config.privacy.tuning
-        planned.append(
-            replace(
-                one,
-                config=with_privacy(one.config, {"tuning": f"{own}; {words}" if own else words}),
-            )
-        )
+    for point in points.values():
+        recipe_tuning = point.config.privacy.tuning
+        tuning = f"{recipe_tuning}; {siblings}" if recipe_tuning else siblings
+        planned.append(replace(point, config=with_privacy(point.config, {"tuning": tuning})))
     return planned
 
 
-def flat(tree: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys of a recipe."""
+def dotted_keys(tree: Mapping[str, Any], source: str, prefix: str = "") -> dict[str, Any]:
+    """Returns nested tables as dotted keys of a recipe.
+
+    Raises:
+        ConfigError: a key of a section that recipes do not have.
+    """
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            leaves |= flat(value, where, f"{prefix}{key}.")
+            leaves |= dotted_keys(value, source, f"{prefix}{key}.")
         else:
             leaves[f"{prefix}{key}"] = value
     for key in leaves:
         if not prefix and key.split(".")[0] not in SECTIONS:
             raise ConfigError(
-                f"{where}: {key} is no key of a recipe; its sections are {', '.join(sorted(SECTIONS))}"
+                f"{source}: {key} is not a key of a recipe; its sections are "
+                f"{', '.join(sorted(SECTIONS))}"
             )
     return leaves
 
 
-def _steps(name: str, table: Mapping[str, Any], where: str) -> list[tuple[Label, dict[str, Any]]]:
-    """(label, overrides) for each value of an axis."""
+def _steps(name: str, table: Mapping[str, Any], source: str) -> list[tuple[Label, dict[str, Any]]]:
+    """Returns (label, overrides) for each value of an axis."""
     if not re.match(_NAME, name) or name == "seed":
         raise ConfigError(
-            f"{where}: an axis is named by letters, digits, '_', '.' and '-', and not 'seed'"
+            f"{source}: an axis is named by letters, digits, '_', '.' and '-', and not 'seed'"
         )
     if not table:
-        raise ConfigError(f"{where} is empty")
+        raise ConfigError(f"{source} is empty")
     if {key.split(".")[0] for key in table} & SECTIONS:
-        lists = flat(table, where)
+        lists = dotted_keys(table, source)
         for key, values in lists.items():
             if not isinstance(values, list) or not values:
                 raise ConfigError(
-                    f"{where}: {key} must be a list of values, one for each point, not {values!r}"
+                    f"{source}: {key} must be a list of values, one for each point, not {values!r}"
                 )
         if len({len(values) for values in lists.values()}) > 1:
             counts = ", ".join(f"{key} has {len(values)}" for key, values in lists.items())
             raise ConfigError(
-                f"{where}: lists of one axis go together and need one length: {counts}"
+                f"{source}: lists of one axis go together and need one length: {counts}"
             )
-        firsts = [
-            v if isinstance(v, str | int | float | bool) else json.dumps(v)
-            for v in next(iter(lists.values()))
-        ]
-        rows = zip(*lists.values(), strict=True)
-        return [
-            (label, dict(zip(lists, row, strict=True)))
-            for label, row in zip(firsts, rows, strict=True)
-        ]
+        steps: list[tuple[Label, dict[str, Any]]] = []
+        first_list = next(iter(lists.values()))
+        for first, row in zip(first_list, zip(*lists.values(), strict=True), strict=True):
+            label = first if isinstance(first, str | int | float | bool) else json.dumps(first)
+            steps.append((label, dict(zip(lists, row, strict=True))))
+        return steps
     for variant, overrides in table.items():
         if not isinstance(overrides, dict):
             raise ConfigError(
-                f"{where}: {variant} is neither a key of a recipe nor a table of overrides"
+                f"{source}: {variant} is neither a key of a recipe nor a table of overrides"
             )
     return [
-        (variant, flat(overrides, f"{where}.{variant}")) for variant, overrides in table.items()
+        (variant, dotted_keys(overrides, f"{source}.{variant}"))
+        for variant, overrides in table.items()
     ]
 
 
 def _resolved(study: StudyConfig, root: Path, name: str, values: Mapping[str, Any]) -> RunConfig:
-    """The recipe of a point; under [tan] with sigma in proportion to the batch, a simulation unless that is the reference's."""
+    """Returns the recipe of a point.
+
+    Under [tan] sigma is in proportion to the batch, and the run a simulation unless its batch is
+    the reference's.
+    """
     tan = study.tan
-    noise = {
-        "privacy.target_epsilon",
-        "privacy.noise_multiplier",
-        "privacy.simulation",
-    } & values.keys()
-    if tan is not None and noise:
+    noise_keys = {"privacy.target_epsilon", "privacy.noise_multiplier", "privacy.simulation"}
+    repeated = noise_keys & values.keys()
+    if tan is not None and repeated:
         raise ConfigError(
-            f"study {study.name}: {min(noise)} would be overwritten by [tan]; remove one of the two"
+            f"study {study.name}: {min(repeated)} would be overwritten by [tan]; remove one of the "
+            "two"
         )
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     try:
         config = load_config(root / study.recipe, [*overrides, f'name="{name}"'])
-        if (
-            tan is None or not config.privacy.enabled
-        ):  # that is the curve without noise, to compare with
+        # A point without noise is the curve to compare with.
+        if tan is None or not config.privacy.enabled:
             return config
-        scale, sigma = (
-            config.privacy.expected_batch_size / tan.reference_batch_size,
-            tan.reference_noise_multiplier,
-        )
+        scale = config.privacy.expected_batch_size / tan.reference_batch_size
+        sigma = tan.reference_noise_multiplier
         if sigma is None:
             if config.data.num_examples is None:
                 raise ConfigError(
-                    "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs to a number of examples"
+                    "tan.reference_epsilon needs data.num_examples in the recipe: sigma belongs "
+                    "to a number of examples"
                 )
-            aim = {"target_epsilon": tan.reference_epsilon, "noise_multiplier": None}
-            privacy = with_privacy(
-                config, {"expected_batch_size": tan.reference_batch_size, **aim}
-            ).privacy
+            reference = {
+                "expected_batch_size": tan.reference_batch_size,
+                "target_epsilon": tan.reference_epsilon,
+                "noise_multiplier": None,
+            }
+            privacy = with_privacy(config, reference).privacy
             sigma = _sigma(privacy, config.train.num_steps, config.data.num_examples)
-        own = {"noise_multiplier": sigma * scale, "target_epsilon": None, "simulation": scale != 1}
-        return with_privacy(config, own)
+        noise = {
+            "noise_multiplier": sigma * scale,
+            "target_epsilon": None,
+            "simulation": scale != 1,
+        }
+        return with_privacy(config, noise)
     except ConfigError as error:
         raise ConfigError(f"point {name}: {error}") from error
 
 
 def require_useful_starts(planned: Sequence[Point], root: Path) -> None:
-    """Refuses points whose start knows less of its public held-out examples than what one gets without looking at them.
+    """Refuses points whose start predicts held-out examples worse than a blind guess.
 
-    The last whole line of `evaluation/heldout.jsonl` in its run folder says so. A start without any is taken as it is.
+    The last whole line of `evaluation/heldout.jsonl` in the start's run folder states both losses.
+    A start without that file is accepted.
 
     Raises:
         ConfigError: naming the point, the start and both losses.
     """
-    for one in planned:
-        run = root / one.config.init.checkpoint if one.config.init is not None else None
-        if run is not None and (run / MANIFEST).is_file():
-            run = run.parent.parent
-        losses = () if run is None else read_utility(run).heldout_loss
+    for point in planned:
+        init = point.config.init
+        if init is None:
+            continue
+        run_dir = root / init.checkpoint
+        if (run_dir / MANIFEST).is_file():
+            run_dir = run_dir.parent.parent
+        losses = read_utility(run_dir).heldout_loss
         if not losses:
             continue
-        loss = math.nan if losses[-1].loss is None else losses[-1].loss
-        blind = math.inf if losses[-1].blind_loss is None else losses[-1].blind_loss
-        if not loss < blind:
+        last = losses[-1]
+        loss = math.nan if last.loss is None else last.loss
+        blind_loss = math.inf if last.blind_loss is None else last.blind_loss
+        # Written so that NaN is refused too.
+        if not loss < blind_loss:
             raise ConfigError(
-                f"point {one.name}: its start {run} has a held-out loss of {loss:.4f}, and {blind:.4f} is had without looking at "
-                "the pictures, so it is worse than none: train it longer or on other pictures, or start at random"
+                f"point {point.name}: its start {run_dir} has a held-out loss of {loss:.4f}, and "
+                f"{blind_loss:.4f} is the loss without looking at the pictures, so it is worse "
+                "than none: train it longer or on other pictures, or start at random"
             )
 
 
@@ -327,7 +355,7 @@ def _sigma(privacy: PrivacySection, num_steps: int, num_examples: int) -> float:
 
 
 def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
-    """`config` with other values in [privacy]; None removes a key."""
+    """Returns `config` with other values in [privacy]; None removes a key."""
     tree = tomllib.loads(to_toml(config))
     merged = {**tree["privacy"], **privacy}
     tree["privacy"] = {key: value for key, value in merged.items() if value is not None}
@@ -335,6 +363,6 @@ def with_privacy(config: RunConfig, privacy: dict[str, Any]) -> RunConfig:
 
 
 def trained_keys(recipe: str) -> dict[str, Any]:
-    """Dotted keys of a resolved recipe, without what it says of other points."""
-    leaves = flat(tomllib.loads(recipe), "recipe")
+    """Returns the dotted keys of a resolved recipe without statements on other points."""
+    leaves = dotted_keys(tomllib.loads(recipe), "recipe")
     return {key: value for key, value in leaves.items() if key not in _OF_OTHERS}

@@ -1,14 +1,14 @@
-"""The report of a study: what its runs show in their public files, as CSV, and as Markdown with plots of curves and of the
-final loss over an axis. Epsilon is from the ledgers, held-out losses from evaluation/.
+"""The report of a study: CSV and Markdown from the public files of its runs, with plots.
 
-Plots always have the seeds' spread and the blind line.
+Epsilon is from the ledgers, held-out losses from evaluation/. Plots always have the seeds' spread
+and the blind line.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +36,16 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one point that began shows.
+    """The public facts of a point that began.
 
     Attributes:
         plan: frozen in the run's ledger.
-        epsilon, delta: what the weights carry for everything charged so far, private runs that they started from included; None
-            without a formal guarantee, whatever the recipe says.
-        losses: step -> held-out loss, as far as the held-out data are public.
-        blind_loss: what one gets on the same held-out data without looking at them (`trainer.tasks.blind`).
-        shuffled_loss: the last held-out loss with another example's picture for every caption; captioners only.
+        epsilon, delta: of everything charged so far, private runs that the weights started from
+            included; None without a formal guarantee, whatever the recipe says.
+        losses: step -> held-out loss, where the held-out data are public.
+        blind_loss: loss on the same held-out data without looking at them (`trainer.tasks.blind`).
+        shuffled_loss: the last held-out loss with another example's picture for every caption;
+            captioners only.
     """
 
     point: Point
@@ -59,54 +60,59 @@ class Result:
 
     @property
     def final_loss(self) -> float | None:
-        """Held-out loss after the last step; None for a run that is not done."""
+        """Returns the held-out loss after the last step; None for a run that is not done."""
         return self.losses.get(self.plan.num_steps) if self.progress == "finished" else None
 
     @property
     def is_simulated(self) -> bool:
+        """Returns whether the run is a simulation."""
         return self.point.config.privacy.simulation
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What every row of a table begins with; an axis called epsilon is not the epsilon that was spent."""
+        """Returns the first columns of every table.
+
+        The prefix tells an axis called epsilon from the epsilon that was spent.
+        """
         axes = {f"axis/{name}": label for name, label in self.point.labels.items()}
         return {"point": self.point.name, **axes, "seed": self.point.seed}
 
 
 def collect(folder: StudyFolder, planned: Sequence[Point]) -> tuple[list[Result], list[str]]:
-    """The results of all points that began, and the names of those that did not."""
-    results, missing = [], []
+    """Returns the results of all points that began, and the names of the others."""
+    results: list[Result] = []
+    missing: list[str] = []
     claims: dict[str, tuple[float, float] | None] = {}
-    for one in planned:
-        progress = folder.progress(one.name)
+    for point in planned:
+        progress = folder.progress(point.name)
         if progress == "new":
-            missing.append(one.name)
+            missing.append(point.name)
             continue
-        state = read_snapshot(folder.run(one.name) / "ledger.jsonl").state
-        # What a claim is a function of: runs that differ by their seed alone have one, which takes seconds.
-        before = (state.opened.get("behind"), state.opened.get("disjoint_from_start"))
-        known = repr(
-            (state.charged_groups(), state.plan.target_delta, state.plan.accounted_delta, before)
+        run_dir = folder.run(point.name)
+        state = read_snapshot(run_dir / "ledger.jsonl").state
+        # The inputs of a claim: runs that differ by their seed alone have one claim, which takes
+        # seconds.
+        earlier_runs = (state.opened.get("behind"), state.opened.get("disjoint_from_start"))
+        plan = state.plan
+        claim_inputs = repr(
+            (state.charged_groups(), plan.target_delta, plan.accounted_delta, earlier_runs)
         )
-        if known not in claims:
-            claims[known] = claim_of(folder.run(one.name), state)
-        found = read_utility(folder.run(one.name)).heldout_loss
-        losses = {point.step: point.loss for point in found if point.loss is not None}
-        epsilon, delta = claims[known] or (None, None)
-        blind, shuffled = (found[-1].blind_loss, found[-1].shuffled_loss) if found else (None, None)
-        results.append(
-            Result(
-                one,
-                progress,
-                state.plan,
-                state.num_charged,
-                epsilon,
-                delta,
-                losses,
-                blind,
-                shuffled,
-            )
+        if claim_inputs not in claims:
+            claims[claim_inputs] = claim_of(run_dir, state)
+        epsilon, delta = claims[claim_inputs] or (None, None)
+        heldout = read_utility(run_dir).heldout_loss
+        result = Result(
+            point=point,
+            progress=progress,
+            plan=plan,
+            charged=state.num_charged,
+            epsilon=epsilon,
+            delta=delta,
+            losses={entry.step: entry.loss for entry in heldout if entry.loss is not None},
+            blind_loss=heldout[-1].blind_loss if heldout else None,
+            shuffled_loss=heldout[-1].shuffled_loss if heldout else None,
         )
+        results.append(result)
     return results, missing
 
 
@@ -118,79 +124,84 @@ class Group:
 
     @property
     def labels(self) -> Mapping[str, Label]:
+        """Returns the values of the axes, which all seeds share."""
         return self.results[0].point.labels
 
     @property
     def final_losses(self) -> list[float]:
-        return [loss for result in self.results if (loss := result.final_loss) is not None]
+        """Returns the final losses of the seeds that are done."""
+        losses = [result.final_loss for result in self.results]
+        return [loss for loss in losses if loss is not None]
 
     @property
     def blind_loss(self) -> float | None:
-        """The lowest of the seeds' blind losses, which are equal where all of them see the same held-out data."""
-        return min(
-            (result.blind_loss for result in self.results if result.blind_loss is not None),
-            default=None,
-        )
+        """Returns the lowest of the seeds' blind losses, which are equal on equal held-out data."""
+        losses = [result.blind_loss for result in self.results]
+        return min((loss for loss in losses if loss is not None), default=None)
 
     @property
     def below_blind(self) -> float | None:
-        """By how much the mean of the final losses is below the blind line; negative above it."""
+        """Returns the blind loss minus the mean of the final losses; negative above the line."""
         if self.blind_loss is None or not self.final_losses:
             return None
         return self.blind_loss - statistics.fmean(self.final_losses)
 
     def row(self) -> list[str]:
-        """Cells of the page's table: mean and spread over the seeds; epsilon only where every seed has a guarantee."""
-        losses, plan, below = self.final_losses, self.results[0].plan, ""
+        """Returns the cells of the page's table: mean and spread over the seeds.
+
+        Epsilon appears only where every seed has a guarantee.
+        """
+        plan = self.results[0].plan
         epsilons = [result.epsilon for result in self.results if result.epsilon is not None]
-        spent = (
-            rounded_up(max(epsilons))
-            if len(epsilons) == len(self.results)
-            else "none (no guarantee)"
-        )
-        if any(
-            result.is_simulated for result in self.results
-        ):  # then nothing of the group is private
+        # One simulated seed makes the whole group not private.
+        if any(result.is_simulated for result in self.results):
             spent = "none (simulation, not private)"
+        elif len(epsilons) == len(self.results):
+            spent = rounded_up(max(epsilons))
+        else:
+            spent = "none (no guarantee)"
+        losses = self.final_losses
+        distance = ""
         if self.blind_loss is not None and self.below_blind is not None:
-            above = sum(loss >= self.blind_loss for loss in losses)
-            seeds = f" ({above} of {len(losses)} seeds above it)" if above else ""
-            is_below = self.below_blind > 0
-            below = (
-                f"{self.below_blind:.4f}{seeds}"
-                if is_below
-                else f"**above it** by {-self.below_blind:.4f}"
-            )
-        spread = (
-            (statistics.fmean(losses), min(losses), max(losses)) if losses else (None, None, None)
-        )
-        return [
-            *(cell(label) for label in self.labels.values()),
-            str(plan.expected_batch_size),
-            str(plan.num_steps),
-            f"{plan.noise_multiplier:.4g}",
-            f"{plan.noise_multiplier / plan.expected_batch_size:.3g}",
-            spent,
-            *map(_loss, spread),
-            _loss(self.blind_loss),
-            below,
-            str(len(losses)),
-        ]
+            num_above = sum(loss >= self.blind_loss for loss in losses)
+            if self.below_blind <= 0:
+                distance = f"**above it** by {-self.below_blind:.4f}"
+            else:
+                distance = f"{self.below_blind:.4f}"
+                if num_above:
+                    distance += f" ({num_above} of {len(losses)} seeds above it)"
+        spread: tuple[float | None, ...] = (None, None, None)
+        if losses:
+            spread = (statistics.fmean(losses), min(losses), max(losses))
+        noise_over_batch = plan.noise_multiplier / plan.expected_batch_size
+        cells = [cell(label) for label in self.labels.values()]
+        cells += [str(plan.expected_batch_size), str(plan.num_steps)]
+        cells += [f"{plan.noise_multiplier:.4g}", f"{noise_over_batch:.3g}", spent]
+        cells += map(_loss, spread)
+        cells += [_loss(self.blind_loss), distance, str(len(losses))]
+        return cells
 
     def curve(self) -> list[tuple[int, float, float, float]]:
-        """(step, mean, least, largest) of the held-out loss at the steps that every seed evaluated."""
-        shared = set.intersection(*(set(result.losses) for result in self.results))
-        seeds = {step: [result.losses[step] for result in self.results] for step in sorted(shared)}
-        return [
-            (step, statistics.fmean(values), min(values), max(values))
-            for step, values in seeds.items()
-        ]
+        """Returns (step, mean, least, largest) of the held-out loss, at steps of every seed."""
+        steps = set.intersection(*(set(result.losses) for result in self.results))
+        points = []
+        for step in sorted(steps):
+            losses = [result.losses[step] for result in self.results]
+            points.append((step, statistics.fmean(losses), min(losses), max(losses)))
+        return points
 
     def words(self, color: str | None) -> str:
-        """The values of the axes that have no colour, and whether the group is private."""
-        rest = [f"{name} {label}" for name, label in self.labels.items() if name != color]
-        is_simulated = any(result.is_simulated for result in self.results)
-        return ", ".join([*rest, *(["simulated, not private"] if is_simulated else [])])
+        """Returns the values of the axes without colour, and whether the group is simulated."""
+        words = [f"{name} {label}" for name, label in self.labels.items() if name != color]
+        if any(result.is_simulated for result in self.results):
+            words.append("simulated, not private")
+        return ", ".join(words)
+
+
+def _blind_lines(groups: Sequence[Group]) -> list[float]:
+    """Returns the different blind losses of groups, rounded as they are shown."""
+    losses = {round(group.blind_loss, 4) for group in groups if group.blind_loss is not None}
+    return sorted(losses)
 
 
 def _loss(value: float | None) -> str:
@@ -200,49 +211,47 @@ def _loss(value: float | None) -> str:
 def write_report(
     folder: StudyFolder, study: StudyConfig, results: Sequence[Result], missing: Sequence[str]
 ) -> Path:
-    """Writes study_dir/report/; returns its page.
+    """Writes study_dir/report/; returns the path of its page.
 
     Raises:
-        ConfigError: nothing was trained yet, or the folder cannot be written.
+        ConfigError: no point has begun, or the folder cannot be written.
     """
     if not results:
         raise ConfigError(
             f"study folder {folder.root}: no point has begun; start it with study.py run"
         )
-    together: dict[tuple[Label, ...], list[Result]] = {}
+    by_labels: dict[tuple[Label, ...], list[Result]] = {}
     for result in results:
-        together.setdefault(tuple(result.point.labels.values()), []).append(result)
-    groups, target = [Group(of_seeds) for of_seeds in together.values()], folder.report
-    of_plan = (
-        "num_examples",
-        "expected_batch_size",
-        "num_steps",
-        "noise_multiplier",
-        "max_grad_norm",
-    )
-    points = [
-        {
+        by_labels.setdefault(tuple(result.point.labels.values()), []).append(result)
+    groups = [Group(group_results) for group_results in by_labels.values()]
+    target = folder.report
+    points: list[dict[str, Any]] = []
+    for result in results:
+        plan = result.plan
+        row = {
             **result.columns,
             "status": result.progress,
-            "formal_guarantee": result.plan.formal_guarantee,
+            "formal_guarantee": plan.formal_guarantee,
             "epsilon": result.epsilon,
             "delta": result.delta,
-            "why_no_guarantee": "; ".join(result.plan.reasons),
+            "why_no_guarantee": "; ".join(plan.reasons),
             "attempts_charged": result.charged,
-            **{name: getattr(result.plan, name) for name in of_plan},
-            "noise_over_batch": result.plan.noise_multiplier / result.plan.expected_batch_size,
+            "num_examples": plan.num_examples,
+            "expected_batch_size": plan.expected_batch_size,
+            "num_steps": plan.num_steps,
+            "noise_multiplier": plan.noise_multiplier,
+            "max_grad_norm": plan.max_grad_norm,
+            "noise_over_batch": plan.noise_multiplier / plan.expected_batch_size,
             "first_heldout_loss": result.losses.get(0),
             "final_heldout_loss": result.final_loss,
             "blind_loss": result.blind_loss,
             "shuffled_loss": result.shuffled_loss,
         }
-        for result in results
-    ]
-    curves = [
-        {**result.columns, "step": step, "heldout_loss": loss}
-        for result in results
-        for step, loss in sorted(result.losses.items())
-    ]
+        points.append(row)
+    curves: list[dict[str, Any]] = []
+    for result in results:
+        for step, loss in sorted(result.losses.items()):
+            curves.append({**result.columns, "step": step, "heldout_loss": loss})
     try:
         target.mkdir(exist_ok=True)
         for name, rows in (("points", points), ("curves", curves)):
@@ -266,57 +275,56 @@ def _page(
     missing: Sequence[str],
     pictures: Mapping[str, str],
 ) -> str:
-    unfinished = [
-        *(result.point.name for result in results if result.progress != "finished"),
-        *missing,
-    ]
+    """Returns the text of study.md."""
+    unfinished = [result.point.name for result in results if result.progress != "finished"]
+    unfinished += missing
     count = len(results) + len(missing)
-    state = (
-        f"{count - len(unfinished)} are done; not done: {', '.join(unfinished)}."
-        if unfinished
-        else "All are done."
-    )
+    state = "All are done."
+    if unfinished:
+        num_done = count - len(unfinished)
+        state = f"{num_done} are done; not done: {', '.join(unfinished)}."
     parts = [
         f"# {cell(study.title or study.name)}",
         f"Study `{study.name}`: {count} points, {len(study.seeds)} seeds. {state}",
     ]
-    if simulated := sum(result.is_simulated for result in results):
+    num_simulated = sum(result.is_simulated for result in results)
+    if num_simulated:
         parts.append(
-            f"**{simulated} of these runs are TAN simulations: they are not private.** Their noise over batch size is that of "
-            "the reference batch, which predicts its curve and protects nobody; no epsilon is claimed for them."
+            f"**{num_simulated} of these runs are TAN simulations: they are not private.** Their "
+            "noise over batch size is that of the reference batch, which predicts its curve and "
+            "protects no example; no epsilon is claimed for them."
         )
     formal = sum(result.plan.formal_guarantee for result in results)
     if formal:
         parts.append(
-            f"{formal} runs claim an epsilon each, composed with the private runs behind their initial weights, but not with "
-            "each other. Runs on the same data compose: whoever sees several of them learns more than one epsilon says, and "
-            "choosing the best one is not free either."
+            f"{formal} runs claim an epsilon each, composed with the private runs behind their "
+            "initial weights, but not with each other. Runs on the same data compose: a reader of "
+            "several of them learns more than one epsilon says, and choosing the best one is not "
+            "free either."
         )
-    elif not simulated:
+    elif not num_simulated:
         parts.append("No run claims a guarantee.")
-    parts += [
-        "## Results",
-        table_of([cell(name) for name in (*study.axis, *_COLUMNS)], [g.row() for g in groups]),
-    ]
-    # What the blind line is, and which groups say nothing about learning because they are not below it.
-    if lines := sorted(
-        {round(group.blind_loss, 4) for group in groups if group.blind_loss is not None}
-    ):
-        kinds = dict.fromkeys(
-            BLIND_LINE[group.results[0].point.config.model.kind] for group in groups
-        )
-        known = [group for group in groups if group.below_blind is not None]
-        above_it = [group for group in known if (group.below_blind or 0) <= 0]
-        names = "; ".join(
-            ", ".join(f"{axis} {label}" for axis, label in group.labels.items())
-            for group in above_it
-        )
-        verdict = f"All {len(known)} groups that are done lie below it."
-        if above_it:
-            verdict = f"**{len(above_it)} of {len(known)} groups lie above it: {cell(names)}.**"
+    header = [cell(name) for name in (*study.axis, *_COLUMNS)]
+    parts += ["## Results", table_of(header, [group.row() for group in groups])]
+    # Groups that are not below the blind line say nothing about learning.
+    lines = _blind_lines(groups)
+    if lines:
+        kinds = [group.results[0].point.config.model.kind for group in groups]
+        explanations = dict.fromkeys(BLIND_LINE[kind] for kind in kinds)
+        done = [group for group in groups if group.below_blind is not None]
+        above = [group for group in done if (group.below_blind or 0) <= 0]
+        verdict = f"All {len(done)} groups that are done lie below it."
+        if above:
+            names = []
+            for group in above:
+                names.append(", ".join(f"{axis} {label}" for axis, label in group.labels.items()))
+            verdict = (
+                f"**{len(above)} of {len(done)} groups lie above it: {cell('; '.join(names))}.**"
+            )
         parts.append(
-            f"The blind line, {' or '.join(map(_loss, lines))}, is the loss that one gets on the same held-out data without "
-            f"looking at them: {'; '.join(kinds)}. A model above it is no better than one that does not look. {verdict}"
+            f"The blind line, {' or '.join(map(_loss, lines))}, is the loss on the same held-out "
+            f"data without looking at them: {'; '.join(explanations)}. A model above it is no "
+            f"better than one that does not look. {verdict}"
         )
     else:
         parts.append(
@@ -324,8 +332,9 @@ def _page(
         )
     parts += [f"![{caption}]({file})\n\n{caption}" for file, caption in pictures.items()]
     parts.append(
-        "Held-out losses are those of the runs' `evaluation/heldout.jsonl`, over public held-out data; epsilon is computed from "
-        "each run's ledger. `points.csv` and `curves.csv` hold the numbers of every point."
+        "Held-out losses are those of the runs' `evaluation/heldout.jsonl`, over public held-out "
+        "data; epsilon is computed from each run's ledger. `points.csv` and `curves.csv` hold the "
+        "numbers of every point."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -338,36 +347,37 @@ _WIDE_RANGE = 8.0
 
 
 def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> dict[str, str]:
-    """Writes what the results allow; returns file -> caption."""
+    """Writes the plots that the results allow; returns file -> caption."""
     from matplotlib.figure import Figure  # without pyplot: no display and no global state
 
     color = report.color or next(iter(groups[0].labels), None)
-    words = "steps" if report.x == "steps" else "examples seen"
+    x_name = "steps" if report.x == "steps" else "examples seen"
+    with_curves = [group for group in groups if len(group.curve()) > 1]
     done = [group for group in groups if group.final_losses]
-    written = {}
-    for file, caption, draw, members in (
+    colors_differ = color is not None and len({group.labels[color] for group in done}) > 1
+    plots: list[tuple[str, str, Callable[..., None], list[Group]]] = [
         (
             "curves.png",
-            f"Held-out loss against {words}: mean over the seeds, band from least to largest.",
+            f"Held-out loss against {x_name}: mean over the seeds, band from least to largest.",
             _curves,
-            [group for group in groups if len(group.curve()) > 1],
+            with_curves,
         ),
         (
             "final.png",
-            "Held-out loss after the last step over the coloured axis: seeds, mean, least and largest.",
+            "Held-out loss after the last step over the coloured axis: seeds, mean, least and "
+            "largest.",
             _final,
-            done if color and len({group.labels[color] for group in done}) > 1 else [],
+            done if colors_differ else [],
         ),
-    ):
+    ]
+    written = {}
+    for file, caption, draw, members in plots:
         if not members:
             continue
         figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
         ax = figure.subplots()
         draw(ax, members, color, report)
-        for loss in sorted(
-            {round(group.blind_loss, 4) for group in members if group.blind_loss is not None}
-        ):
-            # To be below of; groups with other held-out data have another.
+        for loss in _blind_lines(members):
             ax.axhline(
                 loss,
                 color="black",
@@ -375,7 +385,7 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> di
                 linewidth=1.1,
                 label=f"blind line {loss:.3f}",
             )
-        ax.set(xlabel=words if draw is _curves else color, ylabel="held-out loss")
+        ax.set(xlabel=x_name if draw is _curves else color, ylabel="held-out loss")
         ax.grid(color="#dddddd")
         if ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=9)
@@ -385,61 +395,67 @@ def draw_all(groups: Sequence[Group], report: ReportSection, folder: Path) -> di
 
 
 def _curves(ax: Axes, groups: Sequence[Group], color: str | None, report: ReportSection) -> None:
-    """Colour by the value of the colour axis, line by the remaining ones."""
+    """Draws a curve for each group: colour by the value of the colour axis, line by the others."""
     colors = list(dict.fromkeys(group.labels[color] if color else "all" for group in groups))
-    rests = list(dict.fromkeys(group.words(color) for group in groups))
+    words = list(dict.fromkeys(group.words(color) for group in groups))
     for group in groups:
-        value, rest = group.labels[color] if color else "all", group.words(color)
+        label = group.labels[color] if color else "all"
+        group_words = group.words(color)
         scale = 1 if report.x == "steps" else group.results[0].plan.expected_batch_size
         steps, means, low, high = zip(*group.curve(), strict=True)
-        x, look = [step * scale for step in steps], _COLORS[colors.index(value) % len(_COLORS)]
-        line, label = (
-            _LINES[rests.index(rest) % len(_LINES)],
-            " ".join(filter(None, (color, str(value), rest))),
-        )
-        ax.plot(x, means, color=look, linestyle=line, label=label)
-        ax.fill_between(x, low, high, color=look, alpha=0.18, linewidth=0)
+        x = [step * scale for step in steps]
+        line_color = _COLORS[colors.index(label) % len(_COLORS)]
+        line = _LINES[words.index(group_words) % len(_LINES)]
+        legend = " ".join(filter(None, (color, str(label), group_words)))
+        ax.plot(x, means, color=line_color, linestyle=line, label=legend)
+        ax.fill_between(x, low, high, color=line_color, alpha=0.18, linewidth=0)
 
 
 def _final(ax: Axes, groups: Sequence[Group], color: str | None, report: ReportSection) -> None:
-    """Mean, least and largest, and the seeds; only numbers are joined by a line, names have nothing between them."""
+    """Draws mean, least, largest and each seed over the colour axis.
+
+    A line joins numbers only, because names have nothing between them.
+    """
     assert color is not None
-    values = list(dict.fromkeys(group.labels[color] for group in groups))
+    labels = list(dict.fromkeys(group.labels[color] for group in groups))
+    # A bool counts as a number in Python.
     numbers = [
-        float(value)
-        for value in values
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        float(label)
+        for label in labels
+        if isinstance(label, int | float) and not isinstance(label, bool)
     ]
-    is_numeric = len(numbers) == len(values)
+    is_numeric = len(numbers) == len(labels)
     lines: dict[str, list[Group]] = {}
     for group in groups:
         lines.setdefault(group.words(color), []).append(group)
     for index, (name, members) in enumerate(lines.items()):
-        look = _COLORS[index % len(_COLORS)]
-        at = [
-            float(group.labels[color]) if is_numeric else values.index(group.labels[color])
-            for group in members
-        ]
-        losses = [group.final_losses for group in members]
-        means = [statistics.fmean(of_seeds) for of_seeds in losses]
-        around = [
-            [mean - min(of_seeds) for mean, of_seeds in zip(means, losses, strict=True)],
-            [max(of_seeds) - mean for mean, of_seeds in zip(means, losses, strict=True)],
-        ]
-        style = "-" if is_numeric else "none"
+        line_color = _COLORS[index % len(_COLORS)]
+        x: list[float] = []
+        means: list[float] = []
+        below: list[float] = []
+        above: list[float] = []
+        for group in members:
+            label = group.labels[color]
+            losses = group.final_losses
+            mean = statistics.fmean(losses)
+            x.append(float(label) if is_numeric else labels.index(label))
+            means.append(mean)
+            below.append(mean - min(losses))
+            above.append(max(losses) - mean)
         ax.errorbar(
-            at,
+            x,
             means,
-            around,
-            color=look,
-            linestyle=style,
+            [below, above],
+            color=line_color,
+            linestyle="-" if is_numeric else "none",
             marker="_",
             capsize=4,
             label=name or None,
         )
-        for x, of_seeds in zip(at, losses, strict=True):
-            ax.scatter([x] * len(of_seeds), of_seeds, color=look, s=14, alpha=0.6)
+        for place, group in zip(x, members, strict=True):
+            losses = group.final_losses
+            ax.scatter([place] * len(losses), losses, color=line_color, s=14, alpha=0.6)
     if not is_numeric:
-        ax.set_xticks(range(len(values)), [str(value) for value in values], rotation=30, ha="right")
+        ax.set_xticks(range(len(labels)), [str(label) for label in labels], rotation=30, ha="right")
     elif min(numbers) > 0 and max(numbers) / min(numbers) >= _WIDE_RANGE:
         ax.set_xscale("log")

@@ -79,7 +79,7 @@ class TrainingTask:
         self,
         generator: torch.Generator,
         *,
-        after: Callable[[nn.Module], None] | None = None,
+        module_hook: Callable[[nn.Module], None] | None = None,
         one_block: bool = False,
     ) -> VisionModel:
         """Returns the model with fresh weights.
@@ -87,7 +87,7 @@ class TrainingTask:
         `model(**inputs)` is loss_B, and `model.blocks()` lists its repeated units.
 
         Args:
-            after: called with every module as soon as its own weights are set; shards models that
+            module_hook: called with every module as soon as its own weights are set; shards models that
                 do not fit one process.
             one_block: builds only one of the repeated units in each stack: a twin that fits
                 anywhere, for checks.
@@ -100,7 +100,7 @@ class TrainingTask:
                 if hasattr(part, "depth"):
                     stacks[field.name] = replace(part, depth=1)
             config = replace(config, **stacks)
-        return self.model_class.build(config, generator=generator, after=after)
+        return self.model_class.build(config, generator=generator, module_hook=module_hook)
 
     def skeleton(self) -> VisionModel:
         """Returns the model on the meta device: shapes without weights, for planning."""

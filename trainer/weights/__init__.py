@@ -1,4 +1,7 @@
-"""Weights in and out, and what is known of the data behind them. Parsers import this, so nothing heavy is imported here."""
+"""Weights of other projects, in and out, and the provenance of the data behind weights.
+
+Argument parsers import this file, so it imports nothing heavy.
+"""
 
 import os
 import shutil
@@ -16,10 +19,10 @@ Provenance = Literal["private", "public", "synthetic"]
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name `path` when all is written; after an error there is none.
+    """Yields a temporary folder to fill, renamed to `path` at the end; an error removes it.
 
     Raises:
-        ConfigError: `path` is there and not an empty folder, or cannot be made.
+        ConfigError: `path` exists and is not an empty folder, or cannot be made.
     """
     require_new(path)
     temporary = path.resolve().with_name(f".{path.resolve().name}.tmp-{os.getpid()}")
@@ -40,11 +43,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def require_new(path: Path) -> None:
-    """
+    """Refuses a path where an export would overwrite files.
+
     Raises:
-        ConfigError: `path` is there and not an empty folder.
+        ConfigError: `path` exists and is not an empty folder.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(
-            f"{path} is there and not empty: nothing is overwritten; give another folder"
+            f"{path} exists and is not empty: nothing is overwritten; give another folder"
         )

@@ -1,7 +1,8 @@
-"""Exports a checkpoint: the folder of an exported model, its model card, and what may be said of its privacy.
+"""Exports a checkpoint: a folder with the model, its model card, and a statement on its privacy.
 
-Reads the checkpoint, the ledger and public files of the run folder; nothing under `private/` is opened. An epsilon
-is stated only where a whole ledger in the checkpoint's own run folder proves it.
+Reads the checkpoint, the ledger and public files of the run folder, and opens nothing under
+`private/`. An epsilon is stated only where a whole ledger in the checkpoint's own run folder proves
+it.
 """
 
 import json
@@ -26,7 +27,7 @@ from models.converters.huggingface import (
     to_vit_model,
 )
 from models.converters.names import TIMM
-from models.converters.native import encoder_as, save_model
+from models.converters.native import encoder_tensors, save_model
 from models.converters.weights import write_weights
 from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
@@ -40,7 +41,8 @@ from trainer.weights.model_card import model_card
 from trainer.weights.open_model import ROOT, TOKENIZER, OpenedModel
 from trainer.weights.provenance import proof_of
 
-CARD, README = "privacy_card.json", "README.md"
+CARD = "privacy_card.json"
+README = "README.md"
 _MODELLING = "modeling_captioner.py"
 _AUTOMATIC = {
     "model_type": "exported_captioner",
@@ -56,40 +58,44 @@ _ABOUT = ("run", "step", "reasons", "initialisation", "training_data", "tokenize
 
 
 def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | None, str]:
-    """Writes the folder `out`, whole or not at all.
+    """Writes the folder `out` completely, or not at all.
 
     Args:
-        form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind inside; "peft" the encoder's
-            adapters, and the ViTModel under them in `base`; "safetensors" our own names; "timm" the encoder under timm's names.
+        form: "hf" writes the encoder as ViTModel in `out`, the whole model in a folder of its kind
+            inside; "peft" the encoder's adapters, and the ViTModel under them in `base`;
+            "safetensors" our own names; "timm" the encoder under timm's names.
 
     Returns:
-        The privacy card of its run, whose epsilon is that of the whole run as far as its ledger goes, so at least that of the
-        checkpoint. Or None where no ledger attests anything, and why not.
+        The privacy card of the checkpoint's run, or None where no ledger attests anything, and the
+        reason for None. The card's epsilon is that of all attempts in the run's ledger, so at least
+        that of the checkpoint.
 
     Raises:
-        ConfigError: `out` is there and not empty.
+        ConfigError: `out` exists and is not empty.
         WeightsError: the model cannot be represented exactly.
-        PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder is broken, or contradicts it.
+        PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder is broken, or
+            contradicts it.
     """
     encoder = getattr(opened.model, "encoder", None)
     if not isinstance(encoder, VisionTransformer):
         raise ConfigError(
-            f"{opened.path}: its model has no vision transformer as encoder, so nothing can be exported"
+            f"{opened.path}: its model has no vision transformer as encoder, so nothing can be "
+            "exported"
         )
     proof = proof_of(opened.path, opened.manifest)
     card = None if proof.state is None else build_card(opened.path.resolve().parent.parent)
-    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest} | facts_of(
-        card, proof.reason
-    )
+    about = {name: opened.manifest[name] for name in _ABOUT if name in opened.manifest}
+    about |= facts_of(card, proof.reason)
     with new_folder(out) as folder:
         if form == "safetensors":
-            _write_own(folder, opened, encoder, about)
+            _write_complete(folder, opened, encoder, about)
         elif form == "peft":
             _write(folder, *peft.to_peft(encoder), names=(peft.CONFIG, peft.WEIGHTS))
             config, tensors = to_vit_model(without_adapters(encoder, merged=False))
             _write(folder / peft.BASE, {**config, "about": about}, tensors, encoder)
         elif form == "timm":
-            tensors, shape = encoder_as(TIMM, without_adapters(encoder)), encoder.config
+            tensors = encoder_tensors(TIMM, without_adapters(encoder))
+            shape = encoder.config
             arguments = {
                 "img_size": shape.image_size,
                 "patch_size": shape.patch_size,
@@ -102,15 +108,10 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
                 "qkv_bias": shape.qkv_bias,
                 "global_pool": "token",
             }
-            _write(
-                folder,
-                {"model_args": arguments, "norm_eps": shape.norm_eps, "about": about},
-                tensors,
-                encoder,
-            )
-            torch.save(
-                {"model": tensors}, folder / "model.pth"
-            )  # what detection and segmentation codes read
+            config = {"model_args": arguments, "norm_eps": shape.norm_eps, "about": about}
+            _write(folder, config, tensors, encoder)
+            # Programs for detection and segmentation read this form.
+            torch.save({"model": tensors}, folder / "model.pth")
         else:
             config, tensors = to_vit_model(without_adapters(encoder))
             _write(folder, {**config, "about": about}, tensors, encoder)
@@ -119,7 +120,7 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
                 config, tensors = to_vit_mae(opened.model)
                 _write(inner, {**config, "about": about}, tensors, encoder)
             elif opened.task.kind != "encoder":
-                _write_own(inner, opened, encoder, about)
+                _write_complete(inner, opened, encoder, about)
         (folder / README).write_text(model_card(opened, form, card, proof.reason))
         if card is not None:
             (folder / CARD).write_text(card.to_json(indent=1) + "\n")
@@ -127,7 +128,7 @@ def export(opened: OpenedModel, form: Format, out: Path) -> tuple[PrivacyCard | 
 
 
 def facts_of(card: PrivacyCard | None, reason: str) -> dict[str, Any]:
-    """What config.json and the console state of `export`'s answer; epsilon only with a guarantee."""
+    """Returns the facts for config.json and the console; epsilon only with a guarantee."""
     if card is None:
         return {"formal_guarantee": False, "attested": False, "not_attested_because": reason}
     facts: dict[str, Any] = {"formal_guarantee": card.formal_guarantee, "attested": True}
@@ -143,47 +144,51 @@ def _write(
     encoder: VisionTransformer | None = None,
     names: tuple[str, str] = (CONFIG, WEIGHTS),
 ) -> None:
-    """Writes configuration and weights, and for an encoder how its pictures are made."""
+    """Writes configuration and weights, and for an encoder the configuration of its images."""
     folder.mkdir(exist_ok=True)
     _write_json(folder / names[0], config)
     write_weights(folder / names[1], tensors)
     if encoder is not None:
-        _write_json(
-            folder / PROCESSOR,
-            image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD),
-        )
+        processor = image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD)
+        _write_json(folder / PROCESSOR, processor)
 
 
-def _write_own(
+def _write_complete(
     folder: Path, opened: OpenedModel, encoder: VisionTransformer, about: dict[str, Any]
 ) -> None:
-    """Writes our names, with the source that builds the model from them and, for captions, what else transformers needs to write
-    texts and captions as evaluation does.
+    """Writes the complete model under our names, with the source that builds it.
+
+    For a captioner also the files by which transformers writes texts and captions as evaluation
+    does.
     """
     folder.mkdir(exist_ok=True)
     automatic: dict[str, Any] = {}
     if isinstance(opened.task, CaptioningTask):
-        source, config = opened.task.tokenizer_path, opened.task.model_config
-        tokenizer = Tokenizer.from_file(str(source))
+        path = opened.task.tokenizer_path
+        config = opened.task.model_config
+        tokenizer = Tokenizer.from_file(str(path))
         special = {
             "bos_token": config.bos_id,
             "eos_token": config.eos_id,
             "pad_token": config.pad_id,
         }
         names = {name: str(tokenizer.id_to_token(token)) for name, token in special.items()}
-        before = tokenizer.to_str()
+        original = tokenizer.to_str()
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if tokenizer.encode("").ids != [config.bos_id, config.eos_id]:
-            # Other programs then write a text as `CaptionTokenizer.encode` does: start token, words, end token.
-            start, end = names["bos_token"], names["eos_token"]
+            # Other programs then write a text as `CaptionTokenizer.encode` does: start token,
+            # words, end token.
+            start = names["bos_token"]
+            end = names["eos_token"]
             ids = [(start, config.bos_id), (end, config.eos_id)]
             tokenizer.post_processor = processors.TemplateProcessing(
                 f"{start} $A {end}", f"{start} $A {end} $B {end}", ids
             )
-        # A file that leaves out start and end, or cuts and pads by itself, is changed in that alone; any other is copied.
-        if tokenizer.to_str() == before:
-            shutil.copy(source, folder / TOKENIZER)
+        # A file that leaves out start and end, or cuts and pads by itself, is changed in that
+        # alone; any other is copied.
+        if tokenizer.to_str() == original:
+            shutil.copy(path, folder / TOKENIZER)
         else:
             tokenizer.save(str(folder / TOKENIZER))
         settings = {
@@ -196,11 +201,11 @@ def _write_own(
         }
         _write_json(folder / "tokenizer_config.json", settings | names)
         shutil.copy(ROOT / "models" / "converters" / _MODELLING, folder / _MODELLING)
-        automatic, about = _AUTOMATIC, about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
+        automatic = _AUTOMATIC
+        about = about | {"tokenizer_sha256": file_digest(folder / TOKENIZER)}
     save_model(folder, opened.model, opened.manifest["model"], about, automatic)
-    _write_json(
-        folder / PROCESSOR, image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD)
-    )
+    processor = image_processor(encoder.config.image_size, IMAGENET_MEAN, IMAGENET_STD)
+    _write_json(folder / PROCESSOR, processor)
     shutil.copytree(
         ROOT / "models", folder / "models", ignore=shutil.ignore_patterns("__pycache__")
     )

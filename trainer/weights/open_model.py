@@ -1,7 +1,7 @@
 """Opens any checkpoint in one process: for evaluation, export, or a look at it.
 
-A manifest states the whole model, so a checkpoint opens without its run folder; a captioner then needs its tokenizer from
-somewhere.
+A manifest states the whole model, so a checkpoint opens without its run folder; a captioner then
+needs its tokenizer from another place.
 
     >>> opened = open_model(Path("runs/quickstart"))  # doctest: +SKIP
     >>> loss_B = opened.model(**opened.task.synthetic_inputs(2))  # doctest: +SKIP
@@ -29,11 +29,11 @@ TOKENIZER = "tokenizer.json"
 
 
 class OpenedModel(NamedTuple):
-    """A model with what is known of it.
+    """A model in memory, with its task and its checkpoint.
 
     Attributes:
         model: in evaluation mode, on one device.
-        task: makes examples as the model takes them (`task.make_example(train=False)`), knows the tokenizer.
+        task: makes the model's examples (`task.make_example(train=False)`), and has the tokenizer.
         manifest: the checkpoint's: step, model, guarantee, provenance.
         path: the checkpoint's folder.
     """
@@ -52,80 +52,80 @@ def open_model(
     use_average: bool = False,
     tokenizer: Path | None = None,
 ) -> OpenedModel:
-    """Builds the model that a manifest states and sets its weights.
+    """Builds the model of a manifest and sets its weights.
 
     Args:
-        path: a checkpoint's folder, or a run folder, of which the newest whole checkpoint is taken.
-        dtype: what parameters and fixed positions are converted to.
+        path: a checkpoint's folder, or a run folder, whose newest whole checkpoint is opened.
+        dtype: of parameters and fixed positions.
         use_average: the moving average of the weights (train.ema_decay).
         tokenizer: the tokenizer of a captioner whose run folder is gone.
 
     Raises:
-        ConfigError: no checkpoint, damaged, no average, weights that are NaN or infinite, or another tokenizer than it was
-            trained with.
+        ConfigError: no checkpoint, damaged, no average, weights that are NaN or infinite, or
+            another tokenizer than that of training.
         ModelConfigError, DataError: a model or tokenizer that this version cannot build.
-        PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder is broken, recorded another checkpoint, or
-            contradicts its manifest.
+        PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder is broken, recorded
+            another checkpoint, or contradicts its manifest.
     """
     checkpoint = open_checkpoint(path)
     proof_of(checkpoint.path, checkpoint.manifest)
     task = _task(checkpoint, tokenizer)
     model = task.build(torch.Generator().manual_seed(0))
     checkpoint.load_weights(model, average=use_average)
-    broken = [
-        name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())
-    ]
-    if broken:
-        raise ConfigError(
-            f"{checkpoint.path}: {broken[0]} has entries that are NaN or infinite; take an earlier checkpoint"
-        )
-    return OpenedModel(
-        model.to(device=device, dtype=dtype).eval(), task, checkpoint.manifest, checkpoint.path
-    )
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            raise ConfigError(
+                f"{checkpoint.path}: {name} has entries that are NaN or infinite; take an earlier "
+                "checkpoint"
+            )
+    model = model.to(device=device, dtype=dtype).eval()
+    return OpenedModel(model, task, checkpoint.manifest, checkpoint.path)
 
 
 def run_folder_of(checkpoint: Path) -> Path | None:
-    """The run folder around a checkpoint, if it lies in one."""
+    """Returns the run folder around a checkpoint, or None outside of a run folder."""
     folder = checkpoint.resolve().parent
-    return (
-        folder.parent
-        if folder.name == "checkpoints" and (folder.parent / "config.toml").is_file()
-        else None
-    )
+    run_dir = folder.parent
+    if folder.name == "checkpoints" and (run_dir / "config.toml").is_file():
+        return run_dir
+    return None
 
 
 def _task(checkpoint: Checkpoint, tokenizer: Path | None) -> TrainingTask:
-    """The task that builds exactly the model that the manifest states. A captioner needs the tokenizer that it was trained with,
-    by its SHA-256: the one given, the one in its folder, that of the recipe in the run folder, or the embedded one.
+    """Returns the task that builds exactly the manifest's model.
+
+    A captioner needs the tokenizer that it was trained with, by its SHA-256: the one given, the one
+    in its folder, that of the recipe in the run folder, or the embedded one.
 
     Raises:
         ConfigError: the manifest states no model, or no tokenizer has these bytes.
     """
     manifest = checkpoint.manifest
-    facts, run = manifest.get("model"), run_folder_of(checkpoint.path)
+    facts = manifest.get("model")
+    run_dir = run_folder_of(checkpoint.path)
     if not isinstance(facts, dict) or not {"kind", "size"} <= facts.keys():
         raise ConfigError(f"{checkpoint.path}: {MANIFEST} does not state its model")
-    config, size = config_from_facts(facts, str(checkpoint.path)), facts["size"]
-    data = DataSection(shards="")  # fields of examples; no shards are read by it
-    if run is not None:
-        path = run / "config.toml"
-        data = validate_section(
-            DataSection,
-            read_toml(path, "recipe", "restore it from a copy").get("data", {}),
-            f"{path}: [data]",
-        )
-    path = EMBEDDED_TOKENIZER
+    config = config_from_facts(facts, str(checkpoint.path))
+    # The section states how examples are made; its shards are not read.
+    data = DataSection(shards="")
+    if run_dir is not None:
+        recipe_path = run_dir / "config.toml"
+        recipe = read_toml(recipe_path, "recipe", "restore it from a copy")
+        data = validate_section(DataSection, recipe.get("data", {}), f"{recipe_path}: [data]")
+    tokenizer_path = EMBEDDED_TOKENIZER
     if isinstance(config, CaptionerConfig):
         candidates = [checkpoint.path / TOKENIZER, ROOT / data.tokenizer, EMBEDDED_TOKENIZER]
-        candidates = candidates if tokenizer is None else [tokenizer]
-        stated = manifest.get("tokenizer_sha256")
-        found = next(
-            (path for path in candidates if path.is_file() and file_digest(path) == stated), None
-        )
-        if found is None:
+        if tokenizer is not None:
+            candidates = [tokenizer]
+        digest = manifest.get("tokenizer_sha256")
+        for candidate in candidates:
+            if candidate.is_file() and file_digest(candidate) == digest:
+                tokenizer_path = candidate.resolve()
+                break
+        else:
             raise ConfigError(
-                f"{checkpoint.path}: the tokenizer that it was trained with (SHA-256 {str(stated)[:16]}...) is not at "
-                f"{', '.join(map(str, candidates))}; put it into the checkpoint's folder as {TOKENIZER}"
+                f"{checkpoint.path}: the tokenizer that it was trained with (SHA-256 "
+                f"{str(digest)[:16]}...) is not at {', '.join(map(str, candidates))}; put it into "
+                f"the checkpoint's folder as {TOKENIZER}"
             )
-        path = found.resolve()
-    return TASKS[facts["kind"]](config, size, data, path)
+    return TASKS[facts["kind"]](config, facts["size"], data, tokenizer_path)

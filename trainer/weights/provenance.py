@@ -1,6 +1,6 @@
-"""What is known of the weights that a run started from, and what a ledger proves of a checkpoint.
+"""The start of a run's weights as manifests state it, and the proof that a ledger gives of them.
 
-Reads the ledger and public files of run folders; nothing under `private/` is opened.
+Reads the ledger and public files of run folders, and opens nothing under `private/`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +19,8 @@ from privacy.ledger.records import LedgerState
 IMPORTED = "imported"
 
 
-class Spent(BaseModel):
-    """What the ledger of a run behind a start says of that run alone."""
+class Spending(BaseModel):
+    """The epsilon and delta of one earlier run, by its own ledger alone."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,16 +28,16 @@ class Spent(BaseModel):
     delta: float = Field(ge=0)
 
 
-class Start(BaseModel):
-    """What weights began from, as the `initialisation` of a manifest states it.
+class Initialisation(BaseModel):
+    """The start of a run's weights, as the `initialisation` of a manifest states it.
 
     Attributes:
-        kind: "random", "checkpoint" (of another run) or "imported"; any other word says nothing.
+        kind: "random", "checkpoint" (of another run) or "imported"; any other word states nothing.
         training_data: provenance of the data behind a checkpoint.
         guarantee: epsilon and delta that a ledger proves of that run.
-        at_random: parameters that did not come from the start.
-        before_that: what that run started from.
-        format, file, sha256, claim: the source of an import, and what its authors claim of its privacy.
+        at_random: parameters that began at random, not from the checkpoint.
+        before_that: the start of that run.
+        format, file, sha256, claim: the source of an import, and its authors' claim on its privacy.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,85 +46,90 @@ class Start(BaseModel):
     run: str | None = None
     step: int | None = None
     training_data: str | None = None
-    guarantee: Spent | None = None
+    guarantee: Spending | None = None
     at_random: tuple[str, ...] = ()
-    before_that: "Start | None" = None
+    before_that: "Initialisation | None" = None
     format: str | None = None
     file: str | None = None
     sha256: str | None = None
     claim: str | None = None
 
     @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> "Start":
-        """The start that a manifest states; one of no kind where it states nothing that can be read."""
+    def of(cls, manifest: Mapping[str, Any]) -> "Initialisation":
+        """Returns the start that a manifest states; without a kind if it is missing or invalid."""
         try:
             return cls.model_validate(manifest.get("initialisation"))
         except ValidationError:
             return cls()
 
-    def chain(self) -> Iterator["Start"]:
-        """This start and those behind it, the newest first."""
-        start: Start | None = self
+    def chain(self) -> Iterator["Initialisation"]:
+        """Yields this start and the earlier ones, the newest first."""
+        start: Initialisation | None = self
         while start is not None:
             yield start
             start = start.before_that
 
 
 def initialisation_statement(manifest: Mapping[str, Any]) -> str:
-    """What a manifest's weights started from, in one or two sentences."""
-    return _statement(Start.of(manifest))
+    """Returns the start of a manifest's weights in one or two sentences."""
+    return _statement(Initialisation.of(manifest))
 
 
-def _statement(start: Start) -> str:
+def _statement(start: Initialisation) -> str:
     if start.kind == "random":
         return "None: the model was initialised at random."
     if start.kind == IMPORTED:
         claim = f" Stated with the import: {start.claim!r}." if start.claim else ""
         return (
-            f"Imported from the {start.format} file {start.file!r} (SHA-256 {str(start.sha256)[:16]}...): what its authors "
-            f"claim of its privacy is not attested by anything here.{claim}"
+            f"Imported from the {start.format} file {start.file!r} (SHA-256 "
+            f"{str(start.sha256)[:16]}...): what its authors claim of its privacy is not attested "
+            f"by anything here.{claim}"
         )
     if start.kind != "checkpoint":
-        return "The model was not initialised at random: the data behind its initial weights is outside of the claim."
-    # What did not come from the start: parts by their outermost module, and adapters, which lie inside of parts.
+        return (
+            "The model was not initialised at random: the data behind its initial weights is "
+            "outside of the claim."
+        )
+    # Parameters that began at random: parts by their outermost module, and adapters, which are
+    # inside of parts.
     parts = sorted({name.partition(".")[0] for name in start.at_random if not is_adapter(name)})
-    left_out = [f"those of {', '.join(parts)}"] if parts else []
+    random_parts = [f"those of {', '.join(parts)}"] if parts else []
     if any(is_adapter(name) for name in start.at_random):
-        left_out.append("the low-rank adapters")
-    but = f" (all but {' and '.join(left_out)}, which began anew)" if left_out else ""
-    origin = f"The initial weights{but} are those of step {start.step} of run {start.run!r}"
-    before = start.before_that
-    if before is not None and before.kind == IMPORTED:
-        who = f"whoever imported them declared the data behind them {start.training_data}"
-        return f"{origin}: {who}. {_statement(before)}"
-    behind = (
-        f" Before that: {_statement(before)}"
-        if before is not None and before.kind == "checkpoint"
-        else ""
-    )
+        random_parts.append("the low-rank adapters")
+    exception = f" (all but {' and '.join(random_parts)}, which began anew)" if random_parts else ""
+    origin = f"The initial weights{exception} are those of step {start.step} of run {start.run!r}"
+    parent = start.before_that
+    if parent is not None and parent.kind == IMPORTED:
+        declaration = f"their import declared the data behind them {start.training_data}"
+        return f"{origin}: {declaration}. {_statement(parent)}"
+    history = ""
+    if parent is not None and parent.kind == "checkpoint":
+        history = f" Before that: {_statement(parent)}"
     if start.training_data in ("public", "synthetic"):
-        return f"{origin}, trained on data that its recipe declares {start.training_data}.{behind}"
+        return f"{origin}, trained on data that its recipe declares {start.training_data}.{history}"
     if not start.guarantee:
         return (
-            f"{origin}, trained on private data without a guarantee that a ledger proves.{behind}"
+            f"{origin}, trained on private data without a guarantee that a ledger proves.{history}"
         )
     return (
-        f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon)} at delta "
-        f"{start.guarantee.delta:g} of its own. The two compose: the card's first number holds what both spent.{behind}"
+        f"{origin}, trained on private data with epsilon {rounded_up(start.guarantee.epsilon)} at "
+        f"delta {start.guarantee.delta:g} of its own. The two compose: the card's first number "
+        f"holds what both spent.{history}"
     )
 
 
 class Proof(NamedTuple):
-    """The whole ledger around a checkpoint that it knows, or None and why there is none."""
+    """The whole ledger around a checkpoint, or None and the reason."""
 
     state: LedgerState | None
     reason: str = ""
 
 
 def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
-    """Reads the ledger of the run folder around a checkpoint. One that lies there has to bear the checkpoint out: weights that
-    are used under the words "not attested" next to a ledger that says otherwise would hide what was spent on them. Where there
-    is no ledger, nothing is attested.
+    """Refuses a ledger that contradicts the checkpoint; returns the ledger.
+
+    Weights that are used as "not attested" next to a ledger that proves spending would hide that
+    spending. Without a ledger nothing is attested.
 
     Raises:
         PrivacyStateRefused, PrivacyConfigError: the ledger is broken.
@@ -136,24 +141,26 @@ def proof_of(checkpoint: Path, manifest: Mapping[str, Any]) -> Proof:
         return Proof(None, "there is no ledger in its run folder")
     state = read_snapshot(ledger).state
     require_recorded(checkpoint, state)
+    # The manifest names the last line of the ledger when the checkpoint was written.
     position = manifest.get("ledger") or {}
     seq = position.get("seq")
-    if (
-        type(seq) is not int
-        or not 0 <= seq < len(state.hashes)
-        or state.hashes[seq] != position.get("hash")
-    ):
+    line_hash = None
+    if type(seq) is int and 0 <= seq < len(state.hashes):
+        line_hash = state.hashes[seq]
+    if line_hash is None or line_hash != position.get("hash"):
         raise NotRecorded(
-            f"{checkpoint}: remembers no line of {ledger}, which is that of another run, or was rolled back{WAYS}"
+            f"{checkpoint}: its manifest names no line of {ledger}, which is another run's, or was "
+            f"rolled back{WAYS}"
         )
     if state.opened["plan"]["formal_guarantee"] != (manifest.get("formal_guarantee") is True):
         raise NotRecorded(
-            f"{checkpoint}: its manifest and {ledger} contradict each other about the formal guarantee{WAYS}"
+            f"{checkpoint}: its manifest and {ledger} contradict each other about the formal "
+            f"guarantee{WAYS}"
         )
     return Proof(state)
 
 
 WAYS = (
-    ": restore the ledger from a copy, or copy the checkpoint to a folder without one, where it is used without any statement on "
-    "its privacy"
+    ": restore the ledger from a copy, or copy the checkpoint to a folder without one, where it "
+    "is used without a statement on its privacy"
 )

@@ -1,9 +1,10 @@
-"""Initial weights from another run's checkpoint, and what is known of the data behind them.
+"""Initial weights from another run's checkpoint, and the privacy of the data behind them.
 
-Both papers start from a model that was trained without privacy on synthetic images. Whether that costs privacy depends on
-the data behind it, so a checkpoint's manifest carries where its own data came from, and a private run refuses a start that
-would make its claim untrue. The ledgers of private runs behind the weights are gathered at the first start and copied into the
-run folder: what they charged is part of what the new weights carry (privacy/ledger/claim.py).
+Both papers start from a model that was trained without privacy on synthetic images. The cost in
+privacy depends on the data behind that model, so a checkpoint's manifest carries the origin of its
+own data, and a private run refuses a start that would make its claim untrue. The ledgers of private
+runs behind the weights are gathered at the first start and copied into the run folder: their
+charges are part of what the new weights reveal (privacy/ledger/claim.py).
 """
 
 import math
@@ -25,7 +26,7 @@ from privacy.ranks.collectives import say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
-from trainer.weights.provenance import IMPORTED, Start, proof_of
+from trainer.weights.provenance import IMPORTED, Initialisation, proof_of
 
 _HASH_DIGITS = 16
 
@@ -33,124 +34,131 @@ _HASH_DIGITS = 16
 def training_data_facts(
     config: RunConfig, table: ExampleTable, resumed: Checkpoint | None = None
 ) -> dict[str, Any]:
-    """What a manifest says about the data. Hashes of private shards would describe private data, so there are none.
+    """Returns a manifest's statement on the data, without hashes of private shards.
+
+    Such a hash would describe private data.
 
     Raises:
-        ConfigError: data that were private before a resume are private no more.
+        ConfigError: data that were private before a resume are declared otherwise.
     """
     provenance = config.data.provenance
     if provenance == "private":
         return {"provenance": provenance}
-    if (
-        resumed is not None
-        and resumed.manifest.get("training_data", {}).get("provenance") == "private"
-    ):
-        raise ConfigError(
-            f"data.provenance is {provenance}, but {resumed.path} was trained on the same data as private: set it back, or "
-            "start another run folder"
-        )
-    return {
-        "provenance": provenance,
-        "shards": sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries),
-    }
+    if resumed is not None:
+        resumed_data = resumed.manifest.get("training_data", {})
+        if resumed_data.get("provenance") == "private":
+            raise ConfigError(
+                f"data.provenance is {provenance}, but {resumed.path} was trained on the same data "
+                "as private: set it back, or start another run folder"
+            )
+    shards = sorted(entry.sha256[:_HASH_DIGITS] for entry in table.entries)
+    return {"provenance": provenance, "shards": shards}
 
 
 def find_checkpoint(config: InitSection, root: Path) -> Checkpoint:
-    """The checkpoint that `init.checkpoint` names: its folder, or a run folder, of which the newest is taken.
+    """Returns the checkpoint of `init.checkpoint`: a checkpoint's folder, or a run's newest.
 
     Raises:
-        ConfigError: nothing there, or damaged.
+        ConfigError: no checkpoint, or a damaged one.
     """
     path = root / config.checkpoint
     if (path / MANIFEST).is_file():
         return Checkpoint(path)
     names = usable_names(path / "checkpoints")
     if not names:
-        recipe, hint = root / "recipes" / f"{path.name}.toml", ""
-        if recipe.is_file():  # recipes begin with their command
+        recipe = root / "recipes" / f"{path.name}.toml"
+        hint = ""
+        if recipe.is_file():
+            # Recipes begin with their command.
             command = recipe.read_text().partition("\n")[0].removeprefix("# ")
             hint = f"; make it first: {command} (init.parts=none starts at random instead)"
         if any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-            hint = ": it holds weights, and no checkpoint of this project; export.py --import makes one of them"
+            hint = (
+                ": it holds weights of another form; export.py --import makes a checkpoint of them"
+            )
         raise ConfigError(
             f"init.checkpoint {path} is neither a checkpoint nor a run folder with one{hint}"
         )
-    return Checkpoint(path / "checkpoints" / names[0])  # an older one would have to be named
+    # An older checkpoint has to be named.
+    return Checkpoint(path / "checkpoints" / names[0])
 
 
 def initialisation_facts(
     config: RunConfig, checkpoint: Checkpoint, table: ExampleTable
 ) -> dict[str, Any]:
-    """What this run's manifests say about its start.
+    """Returns this run's statement on its start, for its manifests.
 
     Raises:
-        ConfigError: a private run would start from weights that saw private data without noise, or its own data.
-        PrivacyStateRefused: the ledger around the checkpoint is broken, or recorded another one.
+        ConfigError: a private run would start from weights that saw private data without noise, or
+            its own data.
+        PrivacyStateRefused: the ledger around the checkpoint is broken, or recorded another
+            checkpoint.
     """
     manifest = checkpoint.manifest
-    state = proof_of(
-        checkpoint.path, manifest
-    ).state  # also of data that the manifest declares public
-    behind = manifest.get("training_data", {"provenance": "private"})
+    # The ledger is checked even if the manifest declares the data public.
+    state = proof_of(checkpoint.path, manifest).state
+    training_data = manifest.get("training_data", {"provenance": "private"})
     facts = {
         "kind": "checkpoint",
         "run": manifest.get("run"),
         "step": checkpoint.step,
-        "training_data": behind["provenance"],
+        "training_data": training_data["provenance"],
         "before_that": manifest.get("initialisation"),
     }
-    if behind["provenance"] == "private":
+    if training_data["provenance"] == "private":
         epsilon = state.epsilon() if state is not None else None
         delta = state.plan.target_delta if state is not None else None
         facts["guarantee"] = None if epsilon is None else {"epsilon": epsilon, "delta": delta}
     else:
-        facts["shards"] = behind.get(
-            "shards", []
-        )  # a run that starts from this one must recognise its data too
+        # A run that starts from this one must recognise its data too.
+        facts["shards"] = training_data.get("shards", [])
     if config.privacy.enabled:
-        # Every link of the chain of starts is looked at: private data count only with a guarantee that a ledger proves.
-        first = Start()
-        for link in Start.of({"initialisation": facts}).chain():
+        # Every link of the chain of starts is checked: private data count only with a guarantee
+        # that a ledger proves.
+        first = Initialisation()
+        for link in Initialisation.of({"initialisation": facts}).chain():
             first = link
             if link.kind != "checkpoint":
                 break
             if link.training_data == "private" and not link.guarantee:
-                before = link.before_that
-                if before is not None and before.kind == IMPORTED:
+                parent = link.before_that
+                if parent is not None and parent.kind == IMPORTED:
                     raise ConfigError(
-                        f"init.checkpoint {checkpoint.path} goes back to weights imported from {before.file}, and no "
-                        "ledger here proves what was done with their data; a private run cannot start from it. If those are "
-                        "public or synthetic with respect to this run's data, import it again with --provenance"
+                        f"init.checkpoint {checkpoint.path} goes back to weights imported from "
+                        f"{parent.file}, and no ledger here proves the privacy of their data; a "
+                        "private run cannot start from it. If those are public or synthetic with "
+                        "respect to this run's data, import it again with --provenance"
                     )
                 raise ConfigError(
-                    f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, and no ledger in its run "
-                    "folder proves a guarantee; a private run cannot start from it. If its data are public or synthetic, "
-                    'train it with data.provenance = "public" or "synthetic"'
+                    f"init.checkpoint {checkpoint.path}: run {link.run} trained on private data, "
+                    "and no ledger in its run folder proves a guarantee; a private run cannot "
+                    "start from it. If its data are public or synthetic, train it with "
+                    'data.provenance = "public" or "synthetic"'
                 )
         if first.kind not in ("random", IMPORTED):
             raise ConfigError(
-                f"init.checkpoint {checkpoint.path} does not say what its weights started from; a private run cannot start from "
-                "it"
+                f"init.checkpoint {checkpoint.path} does not say what its weights started from; a "
+                "private run cannot start from it"
             )
-        # Shards are known by their bytes, whatever their names; every link of the chain of starts is looked at.
-        if not {entry.sha256[:_HASH_DIGITS] for entry in table.entries}.isdisjoint(
-            _stated_shards(facts)
-        ):
+        # Shards are known by their bytes, whatever their names.
+        shards = {entry.sha256[:_HASH_DIGITS] for entry in table.entries}
+        if not shards.isdisjoint(_stated_shards(facts)):
             raise ConfigError(
-                f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of this run's private data, "
-                "which it declares public or synthetic; a private run cannot start from it"
+                f"init.checkpoint {checkpoint.path}, or a run behind it, was trained on shards of "
+                "this run's private data, which it declares public or synthetic; a private run "
+                "cannot start from it"
             )
     return facts
 
 
 def _stated_shards(tree: Any) -> Iterator[str]:
-    """All hashes of shards that a checkpoint's origin names, also where it went through an export and an import."""
+    """Yields all hashes of shards in a checkpoint's origin, across exports and imports too."""
     if isinstance(tree, Mapping):
-        for name, value in tree.items():
-            if name == "shards" and isinstance(value, list):
-                yield from (digest for digest in value if isinstance(digest, str))
+        for name, entry in tree.items():
+            if name == "shards" and isinstance(entry, list):
+                yield from (digest for digest in entry if isinstance(digest, str))
             else:
-                yield from _stated_shards(value)
+                yield from _stated_shards(entry)
 
 
 def load_start(
@@ -159,128 +167,152 @@ def load_start(
     model: nn.Module,
     tokenizer_sha256: str | None = None,
 ) -> list[str]:
-    """Sets weights of a fresh model; returns the names of the parameters that keep their random start.
+    """Sets weights of a fresh model; returns the names of parameters that keep their random start.
 
     Args:
-        config: `parts = "encoder"` leaves the rest as it is, e.g. for another decoder or another kind of model.
-        tokenizer_sha256: hash of the tokenizer whose words the model will read; None where it reads no text.
+        config: `parts = "encoder"` sets the encoder alone, e.g. for another decoder or another kind
+            of model.
+        tokenizer_sha256: hash of the tokenizer whose words the model will read; None for a model
+            without text.
 
-    Adapters that the checkpoint does not have start as the model made them.
+    Adapters that the checkpoint lacks keep their start. Learned positions of another image size are
+    interpolated.
 
     Raises:
-        ConfigError: a parameter is missing or has another shape; learned positions of another image size are interpolated.
-            Or what is taken would mean something else in a way that no shape shows: another number of heads, another norm
-            placement, another vocabulary of the same size.
+        ConfigError: a parameter is missing or has another shape. Or a weight would mean something
+            else in a way that no shape shows: another number of heads, another norm placement,
+            another vocabulary of the same size.
     """
-    # The weights that are taken mean what they meant: nothing of the encoder is left out, and only sizes may differ.
+    # An encoder that loses a parameter computes another function.
     names = {name for name, _ in model.named_parameters()}
-    left_out = sorted(
-        name for name in checkpoint.shapes if name.startswith("encoder.") and name not in names
-    )
-    if left_out:
-        raise ConfigError(
-            f"{checkpoint.path} has {left_out[0]}, for which the model has no place: its encoder is of another kind "
-            "(model.size, model.overrides)"
-        )
-    own_config: Any = model.config
-    ours, theirs = asdict(own_config), checkpoint.manifest.get("model", {})
-    compared = [("the encoder's ", theirs.get("encoder", {}), ours["encoder"], "")]
-    compared += [("", theirs, ours, ', or init.parts = "encoder"')] if config.parts == "all" else []
-    for of, stated, own, way_out in compared:
-        if (difference := _first_difference(stated, own)) is not None:
-            name, before, now = difference
+    for name in sorted(checkpoint.shapes):
+        if name.startswith("encoder.") and name not in names:
             raise ConfigError(
-                f"{checkpoint.path}: {of}{name} is {before!r}, the model's is {now!r}; set model.size and model.overrides to the "
-                f"checkpoint's{way_out}"
+                f"{checkpoint.path} has {name}, for which the model has no place: its encoder is "
+                "of another kind (model.size, model.overrides)"
+            )
+    model_config: Any = model.config
+    ours = asdict(model_config)
+    theirs = checkpoint.manifest.get("model", {})
+    # (part, the checkpoint's options, the model's options, another way out)
+    compared = [("the encoder's ", theirs.get("encoder", {}), ours["encoder"], "")]
+    if config.parts == "all":
+        compared.append(("", theirs, ours, ', or init.parts = "encoder"'))
+    for part, their_options, our_options, way_out in compared:
+        difference = _first_difference(their_options, our_options)
+        if difference is not None:
+            name, their_value, our_value = difference
+            raise ConfigError(
+                f"{checkpoint.path}: {part}{name} is {their_value!r}, the model's is "
+                f"{our_value!r}; set model.size and model.overrides to the checkpoint's{way_out}"
             )
     tokenizer = checkpoint.manifest.get("tokenizer_sha256") if config.parts == "all" else None
     if tokenizer_sha256 is not None and tokenizer not in (None, tokenizer_sha256):
         raise ConfigError(
-            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {tokenizer[:16]}...) than data.tokenizer: its "
-            'words would be scrambled; set data.tokenizer to that one, or init.parts = "encoder"'
+            f"{checkpoint.path} was trained with another tokenizer (SHA-256 {tokenizer[:16]}...) "
+            "than data.tokenizer: its words would be scrambled; set data.tokenizer to that one, "
+            'or init.parts = "encoder"'
         )
-    fresh = []
+    random_names = []
     for name, parameter in model.named_parameters():
         is_new_adapter = is_adapter(name) and name not in checkpoint.shapes
         if is_new_adapter or (config.parts == "encoder" and not name.startswith("encoder.")):
-            fresh.append(name)
+            random_names.append(name)
             continue
         if name not in checkpoint.shapes:
             raise ConfigError(
                 f'{checkpoint.path} has no {name}; init.parts = "encoder" starts the rest at random'
             )
-        value = checkpoint.full("param", name)
-        if value.shape != parameter.shape:
-            # Learned image positions for another grid: the class token's is kept, the others are interpolated (bicubic).
-            before, now = value.shape, parameter.shape
-            old, new = (
-                math.isqrt(max(shape[1] - 1, 0)) if len(shape) == 3 else 0
-                for shape in (before, now)
-            )
-            is_grid = len(before) == len(now) == 3 and (old**2, new**2) == (
-                before[1] - 1,
-                now[1] - 1,
-            )
-            if not (is_grid and name.endswith("position.table") and before[-1] == now[-1]):
+        tensor = checkpoint.full("param", name)
+        if tensor.shape != parameter.shape:
+            # Learned image positions for another grid of patches.
+            old_side = _grid_side(tensor.shape)
+            new_side = _grid_side(parameter.shape)
+            is_table = name.endswith("position.table") and old_side and new_side
+            if not is_table or tensor.shape[-1] != parameter.shape[-1]:
                 raise ConfigError(
-                    f"{checkpoint.path}: {name} has shape {tuple(before)}, but the model's is {tuple(now)}"
+                    f"{checkpoint.path}: {name} has shape {tuple(tensor.shape)}, but the model's "
+                    f"is {tuple(parameter.shape)}"
                 )
-            value = resized_positions(value, (old, old), (new, new))
+            tensor = resized_positions(tensor, (old_side, old_side), (new_side, new_side))
         with torch.no_grad():
-            parameter.copy_(value)
-    return fresh
+            parameter.copy_(tensor)
+    return random_names
+
+
+def _grid_side(shape: torch.Size) -> int:
+    """Returns the side of the patch grid of a position table (1, 1 + side^2, D), or 0."""
+    if len(shape) != 3 or shape[1] < 1:
+        return 0
+    side = math.isqrt(shape[1] - 1)
+    return side if side**2 == shape[1] - 1 else 0
 
 
 _MAY_DIFFER = {
+    # Resized, or checked by shape.
     "image_size",
-    "num_tokens",  # resized, or checked by shape
+    "num_tokens",
+    # Choices of the training task.
     "mask_ratio",
-    "parallel_share",  # of the training task
+    "parallel_share",
+    # For initial values, and for memory.
     "embedding_std",
-    "max_logits",  # of initial values and of memory
+    "max_logits",
 }
 
 
 def _first_difference(
     theirs: Mapping[str, Any], ours: Mapping[str, Any]
 ) -> tuple[str, Any, Any] | None:
-    """Name and both values of the first option that both state and that changes what equal weights compute."""
-    for name, value in ours.items():
-        other = theirs.get(name, value)
-        if isinstance(value, Mapping) and isinstance(other, Mapping):
-            inner = _first_difference(other, value)
-            if inner is not None:
-                return f"{name}.{inner[0]}", inner[1], inner[2]
-        elif name not in _MAY_DIFFER and other != value:
-            return name, other, value
+    """Returns the first option that changes what equal weights compute, and its two values.
+
+    Only options that both sides state are compared.
+    """
+    for name, our_value in ours.items():
+        their_value = theirs.get(name, our_value)
+        if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
+            difference = _first_difference(their_value, our_value)
+            if difference is not None:
+                inner_name, their_inner, our_inner = difference
+                return f"{name}.{inner_name}", their_inner, our_inner
+        elif name not in _MAY_DIFFER and their_value != our_value:
+            return name, their_value, our_value
     return None
 
 
-def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[LedgerBehind]:
-    """The ledgers of all private runs that made a checkpoint's weights, the newest first; every attempt in them is charged.
+def ledgers_behind(
+    checkpoint: Checkpoint, start: Initialisation, *, is_private: bool
+) -> list[LedgerBehind]:
+    """Returns the ledgers of all private runs that made a checkpoint's weights, newest first.
+
+    Every attempt in them is charged.
 
     Args:
         start: the chain of starts that begins with this checkpoint.
-        is_private: whether the run that starts makes a claim, which then needs all of them.
+        is_private: whether the starting run makes a claim, which then needs all of these ledgers.
 
     Raises:
-        ConfigError: a private run is behind the weights of a private one, and its ledger is not in the checkpoint's run folder.
+        ConfigError: a private run starts, and a ledger of an earlier private run is not in the
+            checkpoint's run folder.
         PrivacyStateRefused: a ledger is broken.
     """
-    found = ledgers_of(checkpoint.path, checkpoint.manifest)
-    private = [link.run for link in start.chain() if link.training_data == "private"]
-    if is_private and len(found) < len(private):
+    ledgers = ledgers_of(checkpoint.path, checkpoint.manifest)
+    private_runs = [link.run for link in start.chain() if link.training_data == "private"]
+    if is_private and len(ledgers) < len(private_runs):
         run_dir = checkpoint.path.resolve().parent.parent
+        missing = private_runs[len(ledgers)]
         raise ConfigError(
-            f"init.checkpoint {checkpoint.path}: run {private[len(found)]} behind its weights trained on private data, and its "
-            f"ledger is not in {run_dir}: what it spent cannot be composed with this run; start from the checkpoint in its own "
-            "run folder"
+            f"init.checkpoint {checkpoint.path}: run {missing} behind its weights trained on "
+            f"private data, and its ledger is not in {run_dir}: its spending cannot be composed "
+            "with this run; start from the checkpoint in its own run folder"
         )
-    return found
+    return ledgers
 
 
 def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehind]:
-    """The ledgers of the private runs that made a checkpoint's weights, as far as its run folder has them, the newest first.
+    """Returns the ledgers of private runs behind a checkpoint that its run folder has.
+
+    The newest comes first.
 
     Raises:
         PrivacyStateRefused: a ledger is broken.
@@ -291,41 +323,46 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
         return []
     is_private = (manifest.get("training_data") or {}).get("provenance", "private") == "private"
     if is_private and state.plan.formal_guarantee:
-        return ledgers_of_run(run_dir, str(manifest.get("run")), int(manifest["ledger"]["seq"]) + 1)
-    return [
-        LedgerBehind(run, data, data.count(b"\n"))
-        for run, data in read_copies(run_dir, state.opened)
-    ]
+        num_lines = int(manifest["ledger"]["seq"]) + 1
+        return ledgers_of_run(run_dir, str(manifest.get("run")), num_lines)
+    ledgers = []
+    for run, content in read_copies(run_dir, state.opened):
+        ledgers.append(LedgerBehind(run, content, content.count(b"\n")))
+    return ledgers
 
 
 def require_disjoint(checkpoint: Checkpoint, table: ExampleTable) -> None:
-    """Compares the shards and examples behind a declaration that data are disjoint, inside the trust boundary: nothing of it is
-    published.
+    """Refuses data that a recipe declares disjoint and that share bytes with an earlier run.
+
+    The comparison stays inside the trust boundary: nothing of it is published.
 
     Raises:
-        ConfigError: a shard of this run, or some of its examples, are those of the run that the checkpoint is of.
+        ConfigError: a shard of this run, or some of its examples, are also in the checkpoint's run.
     """
     path = RunFolder(checkpoint.path.resolve().parent.parent).index / INDEX
     if not path.is_file():
         say(
-            f"init.disjoint_data is declared, and no shard was compared: {path} is not there. The declaration stands alone"
+            f"init.disjoint_data is declared, and no shard was compared, because {path} is "
+            "missing. Nothing checks the declaration"
         )
         return
-    other = ExampleTable.open(path.parent, "", check_shards=False)
-    theirs = {entry.sha256 for entry in other.entries}
+    earlier_table = ExampleTable.open(path.parent, "", check_shards=False)
+    earlier_shards = {entry.sha256 for entry in earlier_table.entries}
     for entry in table.entries:
-        if entry.sha256 in theirs:
+        if entry.sha256 in earlier_shards:
             raise ConfigError(
-                f"init.disjoint_data is declared, and shard {entry.name} is also one of the run behind {checkpoint.path}: remove "
-                "the declaration, and the charges of both runs compose"
+                f"init.disjoint_data is declared, and shard {entry.name} is also one of the run "
+                f"behind {checkpoint.path}: remove the declaration, and the charges of both runs "
+                "compose"
             )
-    found, by_chance = table.count_shared_with(other)
-    if found > by_chance + 8 * math.sqrt(by_chance):
+    num_shared, by_chance = table.count_shared_with(earlier_table)
+    if num_shared > by_chance + 8 * math.sqrt(by_chance):
         raise ConfigError(
-            f"init.disjoint_data is declared, and {found:,} examples or more are also, byte for byte, in the run behind "
-            f"{checkpoint.path}, in other shards: remove the declaration, and the charges of both runs compose"
+            f"init.disjoint_data is declared, and {num_shared:,} examples or more are also, byte "
+            f"for byte, in the run behind {checkpoint.path}, in other shards: remove the "
+            "declaration, and the charges of both runs compose"
         )
     say(
-        "init.disjoint_data is declared, and no shard and no example is in both runs byte for byte; that none is in another form "
-        "is for the recipe to know"
+        "init.disjoint_data is declared, and no shard and no example is in both runs byte for "
+        "byte; the recipe alone declares that none is in both in another form"
     )
