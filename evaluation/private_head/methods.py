@@ -53,14 +53,14 @@ class Statistic(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A piece of a statistic that does not fit into memory: number `number` of `count`.
+    """A piece of a statistic that does not fit into memory: number `number` of `num_pieces`.
 
     Pieces share no entry. Noise is independent for every entry, so pieces that are noised one after
     the other are the same Gaussian mechanism.
     """
 
     number: int = 0
-    count: int = 1
+    num_pieces: int = 1
 
 
 class Budget:
@@ -178,7 +178,7 @@ class Budget:
     def _take(self, name: str, piece: Piece) -> float:
         """Marks a piece as released, and returns the standard deviation of its noise."""
         if name not in self._unreleased:
-            all_pieces = {Piece(number, piece.count) for number in range(piece.count)}
+            all_pieces = {Piece(number, piece.num_pieces) for number in range(piece.num_pieces)}
             self._unreleased[name] = all_pieces
         pieces = self._unreleased[name]
         if name not in self._stds or piece not in pieces:
