@@ -118,9 +118,10 @@ def usable_batches(
         count: takes the first so many images; None takes all.
     """
     device = next(model.parameters()).device
+    num_images = min(len(source), count or len(source))
     batches = decoded_batches(
         source,
-        range(min(len(source), count or len(source))),
+        range(num_images),
         batch_size=options.batch_size,
         image_size=model.config.encoder.image_size,
         num_workers=options.num_workers,
@@ -178,9 +179,12 @@ def captions(options: CaptionsOptions) -> Results:
         try:
             lines = []
             for row in rows[:GRID]:
+                line = row["caption"]
                 truth = row.get("references", [""])[0]
-                verdict = "right" if equal_words(row["caption"], truth) else f"truth: {truth}"
-                lines.append(f"{row['caption']} ({verdict})" if truth else row["caption"])
+                if truth:
+                    is_right = equal_words(row["caption"], truth)
+                    line += " (right)" if is_right else f" (truth: {truth})"
+                lines.append(line)
             contact_sheet([denormalize(image) for image in pictures], lines).save(options.grid)
             if not options.results_are_public:
                 options.grid.chmod(0o600)

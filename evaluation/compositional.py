@@ -10,8 +10,7 @@ synthetic pictures, whose programs know the truth and need no download.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count as count_from
-from itertools import islice, permutations
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -159,12 +158,14 @@ def examples_with_shapes(
     data: SyntheticData, num_shapes: int, count: int
 ) -> list[SyntheticExample]:
     """Returns the first `count` examples that show `num_shapes` shapes."""
-    indices = (
-        index
-        for index in count_from()
-        if len(data.composition(index)[0].statement.groups) == num_shapes
-    )
-    return [data.example(index) for index in islice(indices, count)]
+    examples: list[SyntheticExample] = []
+    index = 0
+    while len(examples) < count:
+        composition, _ = data.composition(index)
+        if len(composition.statement.groups) == num_shapes:
+            examples.append(data.example(index))
+        index += 1
+    return examples
 
 
 class Answers(NamedTuple):
@@ -199,7 +200,8 @@ def choose(
     """
     if not tests:
         raise DataError("there are no tests")
-    credits: dict[Rule, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in RULES}
+    # (credit, chance) of every test, by rule and group.
+    scores: dict[Rule, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in RULES}
     image_size = model.config.encoder.image_size
     undecodable = 0
     starts = range(0, len(tests), batch_size)
@@ -220,12 +222,16 @@ def choose(
             for test, loss_O in zip(decoded, losses_of_tests, strict=True):
                 is_least_O = loss_O == loss_O.min()
                 credit = float(loss_O[0] <= loss_O.min()) / int(is_least_O.sum())
-                credits[rule].setdefault(test.group, []).append((credit, 1 / len(loss_O)))
+                chance = 1 / len(loss_O)
+                scores[rule].setdefault(test.group, []).append((credit, chance))
     if undecodable == len(tests):
         raise DataError(f"none of {len(tests)} images can be decoded")
     answers: dict[Rule, dict[str, Answers]] = {}
-    for rule, pairs_of in credits.items():
-        answers[rule] = {group: Answers(*np.array(pairs).T) for group, pairs in pairs_of.items()}
+    for rule, scores_of_groups in scores.items():
+        answers[rule] = {}
+        for group, pairs in scores_of_groups.items():
+            credits_N, chances_N = np.array(pairs).T
+            answers[rule][group] = Answers(credits_N, chances_N)
     return answers, undecodable
 
 
@@ -299,11 +305,12 @@ def aro(options: AroOptions) -> Results:
     num_read = len(tests)
     if options.too_long == "skip":
         longest = model.config.num_tokens
-        tests = [
-            test
-            for test in tests
-            if all(len(tokens_of(tokenizer, text, longest)) <= longest for text in test.captions)
-        ]
+        fitting_tests = []
+        for test in tests:
+            lengths = [len(tokens_of(tokenizer, text, longest)) for text in test.captions]
+            if max(lengths) <= longest:
+                fitting_tests.append(test)
+        tests = fitting_tests
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
     answers_by_rule, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)

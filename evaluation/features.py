@@ -130,7 +130,9 @@ def extract(
     identity_text = json.dumps(identity, sort_keys=True)
     folder = cache / f"features-{hashlib.sha256(identity_text.encode()).hexdigest()[:24]}"
     if not (folder / "manifest.json").exists():
-        rows = range(len(source) * rank // world_size, len(source) * (rank + 1) // world_size)
+        start = len(source) * rank // world_size
+        stop = len(source) * (rank + 1) // world_size
+        rows = range(start, stop)
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         part = folder / _part(rank, world_size)

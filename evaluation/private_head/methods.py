@@ -317,8 +317,9 @@ class Newton:
         for step in range(self.num_steps):
             # At step 0 the weights are zero and every p is 1/2.
             gradient_bound = bound * (root if step else root / 2)
+            hessian_bound = root * bound**2 / 4
             planned.append(Statistic(f"gradient[{step}]", gradient_bound, size))
-            planned.append(Statistic(f"hessians[{step}]", root * bound**2 / 4, size * width))
+            planned.append(Statistic(f"hessians[{step}]", hessian_bound, size * width))
         return planned
 
     def fit(self, rows: Rows, num_classes: int, budget: Budget) -> np.ndarray:

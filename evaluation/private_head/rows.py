@@ -119,7 +119,9 @@ def rounding(num_examples: int) -> float:
     data.
     """
     num_blocks = -(-num_examples // ROWS_PER_BLOCK)
-    return 2.0**-53 * (2 * ROWS_PER_BLOCK**2 + ROWS_PER_BLOCK * num_blocks * (num_blocks + 1))
+    inside_block = 2 * ROWS_PER_BLOCK**2
+    over_blocks = ROWS_PER_BLOCK * num_blocks * (num_blocks + 1)
+    return 2.0**-53 * (inside_block + over_blocks)
 
 
 def clip_rows(rows_ND: np.ndarray, max_norm: float) -> np.ndarray:

@@ -205,10 +205,10 @@ def train_head(
     statistics = head.statistics(num_classes, rows.width)
     mu = 1 / plan.noise_multiplier
     budget = Budget(statistics, mu, noise or SystemNoise(), plan.num_examples)
-    sums = [
-        NoisedSum(release, statistic.size, budget.units[statistic.name], plan.num_examples)
-        for release, statistic in zip(budget.releases, statistics, strict=True)
-    ]
+    sums = []
+    for release, statistic in zip(budget.releases, statistics, strict=True):
+        unit = budget.units[statistic.name]
+        sums.append(NoisedSum(release, statistic.size, unit, plan.num_examples))
     require_noised(sums, plan.release_group(1), plan.noise_multiplier, SENSITIVITY_SLACK)
     facts["sum_exponents"] = {name: unit.exponent for name, unit in budget.units.items()}
     ledger_file = output / "ledger.jsonl"
@@ -448,18 +448,18 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
         parent_ledgers=parent_ledgers,
         whitening=whitening,
     )
-    scalars = {
-        f"{method}/epsilon-{options.target_epsilon:g}/accuracy": accuracy(head.weights_LD, *test)
-    }
+    tag = f"{method}/epsilon-{options.target_epsilon:g}/accuracy"
+    scalars = {tag: accuracy(head.weights_LD, *test)}
     details: dict[str, Any] = {"options": method_options}
     notes = []
     cost = joint_cost_of(folder)
     if cost.num_releases > 1:
         details["all_heads_together"] = cost._asdict()
+        joint_epsilon = rounded_up(cost.epsilon)
         notes.append(
             f"the {cost.num_releases} releases in {folder}, earlier ones included, cost epsilon "
-            f"{rounded_up(cost.epsilon)} at delta {cost.delta:.3g} together where they are of the "
-            "same examples; choosing a head by its accuracy costs the test data's privacy"
+            f"{joint_epsilon} at delta {cost.delta:.3g} together where they are of the same "
+            "examples; choosing a head by its accuracy costs the test data's privacy"
         )
     if options.compare:
         is_used_N = rows.features_ND.any(axis=1)
