@@ -495,9 +495,9 @@ def average_precision(
 ) -> dict[str, float]:
     """Returns AP (mean over thresholds and classes with objects), AP50 and AP75.
 
-    They are NaN without objects. COCO's own code computes them (Lin et al. 2014, https://arxiv.org/abs/1405.0312; `pycocotools`,
-    an extra): thresholds 0.50 to 0.95, 101 recalls, at most 100 boxes per picture and class, any
-    size.
+    They are NaN without objects. COCO's own code computes them (Lin et al. 2014, arXiv 1405.0312;
+    `pycocotools`, an extra): thresholds 0.50 to 0.95, 101 recalls, at most 100 boxes per picture
+    and class, any size.
     """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval

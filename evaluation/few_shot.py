@@ -132,9 +132,11 @@ def few_shot(options: FewShotOptions) -> Results | None:
             row["95 % interval"] = f"+- {half_width:.4f}"
             scalars[f"probe/{count}-shot/interval_half_width"] = half_width
         table.append(row)
+    # A key of JSON is text.
+    accuracies_of_record = {str(count): shares for count, shares in accuracies_by_shots.items()}
     details = {
         "num_splits": options.num_splits,
         "seed": options.seed,
-        "accuracies": {str(count): accuracies for count, accuracies in accuracies_by_shots.items()},
+        "accuracies": accuracies_of_record,
     }
     return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details)

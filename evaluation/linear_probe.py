@@ -355,12 +355,8 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
                 f"the steepest slope of its objective is {head.steepest:.1g}"
             )
         scalars["lbfgs_accuracy"] = accuracy
-        details["lbfgs"] = {
-            "ridge": ridge,
-            "validation_accuracy_by_ridge": {
-                f"{ridge:g}": share for ridge, share in validation.items()
-            },
-        }
+        shares = {f"{ridge:g}": share for ridge, share in validation.items()}
+        details["lbfgs"] = {"ridge": ridge, "validation_accuracy_by_ridge": shares}
         probe = f"regression by L-BFGS, ridge {ridge:g} by cross-validation"
         table.append({"probe": probe, "test accuracy": accuracy})
         deficit = accuracy - scalars.get("lars_accuracy_last_epoch", accuracy)

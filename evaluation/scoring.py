@@ -24,11 +24,13 @@ from models.generation import IncrementalDecoder
 MAX_NUMBERS = 2**26
 """The most floating-point numbers that scoring keeps at once, of keys and values, and of scores:
 256 MiB each in fp32."""
+Tokens = tuple[int, ...]
+"""A caption, or the beginning of one."""
 
 
 def encoded_captions(
     tokenizer: CaptionTokenizer, captions: Sequence[str], num_tokens: int
-) -> list[tuple[int, ...]]:
+) -> list[Tokens]:
     """Returns the tokens of each caption from start to end, without padding.
 
     Args:
@@ -49,7 +51,7 @@ def encoded_captions(
     return encoded
 
 
-def tokens_of(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> tuple[int, ...]:
+def tokens_of(tokenizer: CaptionTokenizer, caption: str, num_tokens: int) -> Tokens:
     """Returns the tokens of a caption.
 
     A caption is cut at eight times the `num_tokens` that the model takes, where it is too long
@@ -74,7 +76,7 @@ def _require_finite(log_probs: Tensor) -> Tensor:
 def tree_log_probs(
     model: Captioner,
     images_BCHW: Tensor,
-    captions: Sequence[tuple[int, ...]],
+    captions: Sequence[Tokens],
     *,
     max_numbers: int = MAX_NUMBERS,
 ) -> Tensor:
@@ -92,7 +94,7 @@ def tree_log_probs(
             distinct.add(caption[:size])
     beginnings = sorted(distinct, key=len)
     place_of = {beginning: place for place, beginning in enumerate(beginnings)}
-    extensions_of: dict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+    extensions_of: dict[Tokens, list[Tokens]] = defaultdict(list)
     for beginning in beginnings[1:]:
         extensions_of[beginning[:-1]].append(beginning)
     nodes = [beginning for beginning in beginnings if beginning in extensions_of]
@@ -123,7 +125,7 @@ def tree_log_probs(
                 logits_BnV = model.decoder.head(hidden_BnD)
                 if logits_BnV.dtype != torch.float64:
                     logits_BnV = logits_BnV.float()
-                extensions: list[tuple[int, ...]] = []
+                extensions: list[Tokens] = []
                 rows: list[int] = []
                 for row, node in enumerate(part):
                     extensions += extensions_of[node]

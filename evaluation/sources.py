@@ -317,11 +317,11 @@ class Decoded(NamedTuple):
     @property
     def labels_B(self) -> np.ndarray:
         """Returns int64 labels; 0 for unusable examples."""
-        labels = [
-            (example.label or 0) if is_usable else 0
-            for example, is_usable in zip(self.examples, self.is_usable_B, strict=True)
-        ]
-        return np.array(labels, dtype=np.int64)
+        labels_B = np.zeros(len(self.examples), dtype=np.int64)
+        for row, example in enumerate(self.examples):
+            if self.is_usable_B[row] and example.label is not None:
+                labels_B[row] = example.label
+        return labels_B
 
 
 @dataclass
@@ -422,7 +422,9 @@ def whole_image(
         if box is not None:
             x_min, y_min, x_max, y_max = (round(edge) for edge in box)
             # A thin box covers one pixel at least.
-            part = part.crop((x_min, y_min, max(x_max, x_min + 1), max(y_max, y_min + 1)))
+            x_max = max(x_max, x_min + 1)
+            y_max = max(y_max, y_min + 1)
+            part = part.crop((x_min, y_min, x_max, y_max))
         return part.resize((side, side), Image.Resampling.BICUBIC)
 
     if box is not None and not (box[0] < box[2] and box[1] < box[3]):
