@@ -91,7 +91,8 @@ def caption_metrics(
         bleu = Bleu(4).compute_score(true_tokens, tokens)[0]
         rouge = Rouge().compute_score(true_tokens, tokens)[0]
         cider = Cider().compute_score(true_tokens, tokens)[0]
-    return {name: float(score) for name, score in zip(METRICS, [*bleu, rouge, cider], strict=True)}
+    scores = [*bleu, rouge, cider]
+    return {name: float(score) for name, score in zip(METRICS, scores, strict=True)}
 
 
 def open_captioner(options: CheckpointOptions) -> tuple[Captioner, CaptionTokenizer, ModelFacts]:

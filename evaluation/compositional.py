@@ -243,9 +243,8 @@ def losses(
     "loss" is per token (the published rule); "sum" over the tokens; "prior" the sum minus its value
     for a black image, so that wording alone cannot decide.
     """
-    captions = [
-        encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests
-    ]
+    num_tokens = model.config.num_tokens
+    captions = [encoded_captions(tokenizer, test.captions, num_tokens) for test in tests]
     images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
     scores = log_probs_per_image(model, images, captions)
     black_scores = log_probs_per_image(model, torch.zeros_like(images), captions)
@@ -326,11 +325,13 @@ def aro(options: AroOptions) -> Results:
             for group, accuracy in by_group.items():
                 scalars[f"accuracy_{rule}_{group}"] = accuracy
         for group, answer in [*answers.items(), ("all", total)]:
+            accuracy = float(answer.credits_N.mean())
+            chance = float(answer.chances_N.mean())
             row = {
                 "rule": rule,
                 "group": group,
-                "accuracy": float(answer.credits_N.mean()),
-                "chance": float(answer.chances_N.mean()),
+                "accuracy": accuracy,
+                "chance": chance,
                 "tests": len(answer.credits_N),
                 "p (guessing)": answer.p_value,
             }

@@ -531,11 +531,13 @@ def average_precision(
     # The package prints.
     with contextlib.redirect_stdout(io.StringIO()):
         true = COCO()
+        pictures = [{"id": number} for number in range(len(truth))]
+        categories = [{"id": number} for number in range(num_classes)]
         true.dataset = {
             "info": {},
-            "images": [{"id": number} for number in range(len(truth))],
+            "images": pictures,
             "annotations": annotations,
-            "categories": [{"id": number} for number in range(num_classes)],
+            "categories": categories,
         }
         true.createIndex()
         judge = COCOeval(true, true.loadRes(detections), "bbox")

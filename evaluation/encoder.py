@@ -79,7 +79,8 @@ def features(model: nn.Module, images_BCHW: Tensor, options: FeatureOptions) -> 
     encoder = encoder_of(model)
     last_KBTD, normalised_BTD = tokens(encoder, images_BCHW, options.num_blocks)
     if options.features == "blocks":
-        return torch.cat([x_BTD[:, 1:].float().mean(dim=1) for x_BTD in last_KBTD], dim=1)
+        means_KBD = [x_BTD[:, 1:].float().mean(dim=1) for x_BTD in last_KBTD]
+        return torch.cat(means_KBD, dim=1)
     if options.features == "class_token":
         return normalised_BTD[:, 0].float()
     return normalised_BTD[:, 1:].float().mean(dim=1)

@@ -227,7 +227,8 @@ def regression(
     optimizer.step(objective)
     # Computes the gradient where L-BFGS stopped.
     objective()
-    steepest = max(float(p.grad.abs().max()) for p in (weight_LD, bias_L) if p.grad is not None)
+    gradients = [p.grad for p in (weight_LD, bias_L) if p.grad is not None]
+    steepest = max(float(gradient.abs().max()) for gradient in gradients)
     return LinearHead(mean_D, scale_D, weight_LD.detach(), bias_L.detach(), steepest)
 
 

@@ -203,7 +203,8 @@ def publish(
             private.chmod(0o700)
         folder = (output if data_is_public else private) / "evaluation"
         folder.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8]
+        command_line = json.dumps(list(arguments))
+        digest = hashlib.sha256(command_line.encode()).hexdigest()[:8]
         path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         write_durably(path, without_folders(text) if data_is_public else text)
