@@ -1,13 +1,13 @@
 """Captions of images, greedy or by beam search; and their BLEU, ROUGE-L and CIDEr.
 
-Keys and values are kept, so a caption costs one token at a time (models/generation.py).
+Keys and values are kept, so a caption costs one token at a time (models/generation.py). Metrics
+come from pycocoevalcap, an extra, by which the field reports them:
 
-Metrics are computed by the code that the field reports them with: pycocoevalcap, an extra.
+    pip install '.[captions]'        # and a Java runtime for its tokenizer
 
-    pip install '.[captions]'        # and a Java runtime, which its tokenizer is written in
-
-The tokenizer is Stanford's PTBTokenizer, as in the COCO caption challenge (Chen et al. 2015, https://arxiv.org/abs/1504.00325).
-METEOR and SPICE are left out: their jars have licences of their own, and SPICE fetches models.
+The tokenizer is Stanford's PTBTokenizer, as in the COCO caption challenge (Chen et al. 2015,
+https://arxiv.org/abs/1504.00325). METEOR and SPICE are left out: their jars have licences of their
+own, and SPICE fetches models.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr")
 
 
 def require_metrics() -> None:
-    """Refuses what lacks its programs, before captions are written, which takes longer.
+    """Refuses metrics whose programs are missing, before captions are written, which takes longer.
 
     Raises:
         ConfigError: the package or Java is missing.
@@ -48,19 +48,21 @@ def require_metrics() -> None:
         ) from error
     if shutil.which("java") is None:
         raise ConfigError(
-            "caption metrics need a Java runtime, which pycocoevalcap's tokenizer is written in, and there is no `java` "
-            "on the PATH: apt-get install default-jre-headless"
+            "caption metrics need a Java runtime, which pycocoevalcap's tokenizer is written in, "
+            "and there is no `java` on the PATH: apt-get install default-jre-headless"
         )
 
 
 def caption_metrics(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """Scores of one caption per image against its references; BLEU and ROUGE-L from 0 to 1, CIDEr from 0 to 10.
+    """Returns scores of one caption per image against its references.
+
+    BLEU and ROUGE-L are from 0 to 1, CIDEr from 0 to 10.
 
     Args:
-        captions, references: by the same names of images. CIDEr weighs words by how many images' references have them: with
-            few images it means little.
+        captions, references: by the same names of images. CIDEr weighs words by how many images'
+            references have them: with few images it means little.
 
     Raises:
         ConfigError: the package or Java is missing; an image without reference.
@@ -71,32 +73,30 @@ def caption_metrics(
     from pycocoevalcap.rouge.rouge import Rouge
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    missing = [name for name in captions if not references.get(name)]
-    if missing or not captions:
-        raise ConfigError(
-            f"{missing[0]} has no reference caption"
-            if missing
-            else "there are no captions to score"
-        )
-    # The tokenizer tells captions apart by lines; an empty one would vanish from its output.
-    candidates = {
-        name: [{"caption": " ".join(text.split()) or "."}] for name, text in captions.items()
-    }
-    true = {
-        name: [{"caption": " ".join(text.split()) or "."} for text in references[name]]
-        for name in captions
-    }
-    with contextlib.redirect_stdout(io.StringIO()):  # the package prints
+    if not captions:
+        raise ConfigError("there are no captions to score")
+    # The tokenizer takes one caption per line, and would drop an empty one from its output.
+    candidates: dict[str, list[dict[str, str]]] = {}
+    true: dict[str, list[dict[str, str]]] = {}
+    for name, caption in captions.items():
+        if not references.get(name):
+            raise ConfigError(f"{name} has no reference caption")
+        candidates[name] = [{"caption": " ".join(caption.split()) or "."}]
+        true[name] = [{"caption": " ".join(text.split()) or "."} for text in references[name]]
+    # The package prints.
+    with contextlib.redirect_stdout(io.StringIO()):
         tokenizer = PTBTokenizer()
-        tokens, true_tokens = tokenizer.tokenize(candidates), tokenizer.tokenize(true)
+        tokens = tokenizer.tokenize(candidates)
+        true_tokens = tokenizer.tokenize(true)
         bleu = Bleu(4).compute_score(true_tokens, tokens)[0]
         rouge = Rouge().compute_score(true_tokens, tokens)[0]
         cider = Cider().compute_score(true_tokens, tokens)[0]
-    return {name: float(value) for name, value in zip(METRICS, [*bleu, rouge, cider], strict=True)}
+    scores = [*bleu, rouge, cider]
+    return {name: float(score) for name, score in zip(METRICS, scores, strict=True)}
 
 
 def open_captioner(options: CheckpointOptions) -> tuple[Captioner, CaptionTokenizer, ModelFacts]:
-    """A captioner, its tokenizer, and what is proven of its training.
+    """Returns a captioner, its tokenizer, and the proven facts about its training.
 
     Raises:
         ConfigError: the checkpoint holds another kind of model.
@@ -113,85 +113,93 @@ def open_captioner(options: CheckpointOptions) -> tuple[Captioner, CaptionTokeni
 def usable_batches(
     model: Captioner, source: Source, options: ImageOptions, count: int | None = None
 ) -> Iterator[tuple[Tensor, list[Example], int]]:
-    """Images that are of use, on the model's device, their examples, and how many others there were.
+    """Yields usable images on the model's device, their examples, and the number of unusable ones.
 
     Args:
-        count: the first so many; None for all.
+        count: takes the first so many images; None takes all.
     """
     device = next(model.parameters()).device
-    for batch in decoded_batches(
+    num_images = min(len(source), count or len(source))
+    batches = decoded_batches(
         source,
-        range(min(len(source), count or len(source))),
+        range(num_images),
         batch_size=options.batch_size,
         image_size=model.config.encoder.image_size,
         num_workers=options.num_workers,
-    ):
-        usable = np.flatnonzero(batch.is_usable_B)
-        examples = [batch.examples[row] for row in usable]
-        yield batch.images_BCHW[usable].to(device), examples, len(batch.examples) - len(usable)
+    )
+    for batch in batches:
+        rows = np.flatnonzero(batch.is_usable_B)
+        examples = [batch.examples[row] for row in rows]
+        num_unusable = len(batch.examples) - len(rows)
+        yield batch.images_BCHW[rows].to(device), examples, num_unusable
 
 
 def captions(options: CaptionsOptions) -> Results:
-    """The command; see its options."""
+    """Runs the command `captions`; see its options."""
     if options.metrics:
         require_metrics()
     model, tokenizer, facts = open_captioner(options)
     limit = model.config.num_tokens - 1  # the start token takes one place
-    how: dict[str, Any] = options.model_dump(include={"max_tokens", "num_beams", "length_penalty"})
-    how["max_tokens"] = limit if options.max_tokens is None else options.max_tokens
-    if how["max_tokens"] > limit:
+    search: dict[str, Any] = options.model_dump(
+        include={"max_tokens", "num_beams", "length_penalty"}
+    )
+    search["max_tokens"] = limit if options.max_tokens is None else options.max_tokens
+    if search["max_tokens"] > limit:
         raise ConfigError(f"--max_tokens must be between 1 and {limit}, got {options.max_tokens}")
     source = open_source(options.data, options)
     rows: list[dict[str, Any]] = []
-    shown: list[np.ndarray] = []
+    pictures: list[np.ndarray] = []
     undecodable = 0
-    for images_BCHW, examples, left_out in usable_batches(
-        model, source, options, options.max_examples
-    ):
-        undecodable += left_out
-        shown += list(images_BCHW[: max(0, GRID - len(shown))].cpu().numpy())
+    batches = usable_batches(model, source, options, options.max_examples)
+    for images_BCHW, examples, num_unusable in batches:
+        undecodable += num_unusable
+        missing = max(0, GRID - len(pictures))
+        pictures += list(images_BCHW[:missing].cpu().numpy())
         if not examples:
             continue
-        written = beam_captions(model, images_BCHW, **how)
-        said = zip(examples, written.tokens_BL.tolist(), written.log_probs_B.tolist(), strict=True)
-        for example, tokens, log_prob in said:
+        written = beam_captions(model, images_BCHW, **search)
+        tokens_of_captions = written.tokens_BL.tolist()
+        log_probs = written.log_probs_B.tolist()
+        for example, tokens, log_prob in zip(examples, tokens_of_captions, log_probs, strict=True):
             row = {"image": example.name, "caption": tokenizer.decode(tokens), "log_prob": log_prob}
-            rows.append(row | ({"references": list(example.captions)} if example.captions else {}))
+            if example.captions:
+                row["references"] = list(example.captions)
+            rows.append(row)
     if not rows:
         raise DataError(f"{source.name}: none of {undecodable} images can be decoded")
     scalars = {"mean_log_prob": sum(row["log_prob"] for row in rows) / len(rows)}
     if options.metrics:
-        with_references = {
-            str(number): row for number, row in enumerate(rows) if "references" in row
-        }
-        references = {name: row["references"] for name, row in with_references.items()}
-        scalars |= caption_metrics(
-            {name: row["caption"] for name, row in with_references.items()}, references
-        )
+        candidates: dict[str, str] = {}
+        references: dict[str, list[str]] = {}
+        for number, row in enumerate(rows):
+            if "references" in row:
+                candidates[str(number)] = row["caption"]
+                references[str(number)] = row["references"]
+        scalars |= caption_metrics(candidates, references)
     if options.grid is not None:
         try:
             lines = []
-            for row in rows[:GRID]:  # a caption, and whether that is right
+            for row in rows[:GRID]:
+                line = row["caption"]
                 truth = row.get("references", [""])[0]
-                verdict = (
-                    f" ({'right' if says(row['caption'], truth) else f'truth: {truth}'})"
-                    if truth
-                    else ""
-                )
-                lines.append(f"{row['caption']}{verdict}")
-            contact_sheet([denormalize(image) for image in shown], lines).save(options.grid)
+                if truth:
+                    is_right = equal_words(row["caption"], truth)
+                    line += " (right)" if is_right else f" (truth: {truth})"
+                lines.append(line)
+            contact_sheet([denormalize(image) for image in pictures], lines).save(options.grid)
             if not options.results_are_public:
                 options.grid.chmod(0o600)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--grid {options.grid}: {error}") from error
     uses = [DataUse("images", source.name, len(rows), undecodable)]
     table = [{"image": row["image"], "caption": row["caption"]} for row in rows[:GRID]]
-    notes = [f"{name} {value:.4f}" for name, value in scalars.items()] if options.metrics else []
-    return Results(
-        "captions", scalars, uses, facts, table, {"captions": rows, "options": how}, notes=notes
-    )
+    details = {"captions": rows, "options": search}
+    notes = []
+    if options.metrics:
+        notes = [f"{name} {scalar:.4f}" for name, scalar in scalars.items()]
+    return Results("captions", scalars, uses, facts, table, details, notes=notes)
 
 
-def says(caption: str, truth: str) -> bool:
-    """Whether a caption has the words of the truth in their order, whatever their case."""
+def equal_words(caption: str, truth: str) -> bool:
+    """Returns whether two captions have the same words in the same order, in any case."""
     return caption.lower().split() == truth.lower().split()

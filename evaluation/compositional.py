@@ -1,15 +1,16 @@
-"""The command `aro`: does the captioner see how things are composed? One true caption against false ones of the same words.
+"""The command `aro`: does the captioner see how things are composed?
 
-Files of ARO (Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936): VG-Relation and VG-Attribution, one false caption each;
-COCO-Order and Flickr30k-Order, four. And tests from synthetic pictures, whose programs know what is true: no download. The
-caption of least loss is the model's answer, as in DP-Cap's evaluation; chance is one over the number of captions.
+A test is one true caption against false ones of the same words; the answer is the caption of least
+loss, as in DP-Cap's evaluation, and chance is one over the number of captions. Tests come from
+files of ARO (Yuksekgonul et al. 2023, https://arxiv.org/abs/2210.01936), VG-Relation and
+VG-Attribution with one false caption each, COCO-Order and Flickr30k-Order with four; or from
+synthetic pictures, whose programs know the truth and need no download.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count as count_from
-from itertools import islice, permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -26,7 +27,7 @@ from data.synthetic.vocabulary import BASIC, OPPOSITES
 from evaluation.captions import open_captioner
 from evaluation.options import AroOptions
 from evaluation.results import DataUse, Results
-from evaluation.scoring import encoded_captions, own_log_probs, tokens_of
+from evaluation.scoring import encoded_captions, log_probs_per_image, tokens_of
 from evaluation.sources import encode_png, whole_image
 from models.captioner import Captioner
 from trainer.errors import ConfigError
@@ -42,11 +43,12 @@ SHAPE_GROUPS = ("colour", "shape", "relation", "order")
 
 @dataclass(frozen=True)
 class Choice:
-    """
+    """A test: one image, a true caption and false ones.
+
     Attributes:
         image: encoded bytes, or a file.
         captions: the true one first.
-        group: what is tested, e.g. a relation.
+        group: the tested skill, e.g. a relation.
         box: left, top, right, bottom in pixels of the part that is shown; None is all.
     """
 
@@ -57,10 +59,11 @@ class Choice:
 
 
 def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
-    """A file of ARO: a JSON list of records as released.
+    """Returns the tests in a file of ARO, a JSON list of records as released.
 
-    vg-relation, vg-attribution: `image_path`, `bbox_x`, `bbox_y`, `bbox_w`, `bbox_h`, `true_caption`, `false_caption`, and
-    `relation_name` or `attributes`. order: `image` (or `image_path`), `true_caption` and `false_captions`.
+    vg-relation, vg-attribution: `image_path`, `bbox_x`, `bbox_y`, `bbox_w`, `bbox_h`,
+    `true_caption`, `false_caption`, and `relation_name` or `attributes`. order: `image` (or
+    `image_path`), `true_caption` and `false_captions`.
 
     Raises:
         DataError: no such file, or other content.
@@ -76,22 +79,23 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
         try:
             box: Box | None = None
             if kind == "order":
-                wrong, group = record["false_captions"], "order"
+                false_captions = record["false_captions"]
+                group = "order"
             else:
-                left, top, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
+                x, y, width, height = (float(record[f"bbox_{side}"]) for side in "xywh")
                 attributes = (
                     [record["relation_name"]] if kind == "vg-relation" else record["attributes"]
                 )
-                wrong, group = [record["false_caption"]], "_".join(map(str, attributes))
-                box = left, top, left + width, top + height
+                false_captions = [record["false_caption"]]
+                group = "_".join(map(str, attributes))
+                box = x, y, x + width, y + height
             image = image_root / str(record["image" if "image" in record else "image_path"])
-            tests.append(
-                Choice(image, tuple(map(str, (record["true_caption"], *wrong))), group, box)
-            )
+            captions = tuple(map(str, (record["true_caption"], *false_captions)))
+            tests.append(Choice(image, captions, group, box))
         except (KeyError, TypeError, ValueError, IndexError) as error:
+            defect = f"it has no {error}" if isinstance(error, KeyError) else type(error).__name__
             raise DataError(
-                f"{path}: test {number} is not of the format {kind}: "
-                + (f"it has no {error}" if isinstance(error, KeyError) else type(error).__name__)
+                f"{path}: test {number} is not of the format {kind}: {defect}"
             ) from error
     return tests
 
@@ -99,67 +103,73 @@ def read_aro(path: Path, image_root: Path, kind: Format) -> list[Choice]:
 def shape_choices(
     data: SyntheticData, count: int, groups: Sequence[str] = SHAPE_GROUPS
 ) -> list[Choice]:
-    """`count` tests of each group, from plain shapes (`prepare.py synthetic --content shapes`) that no training shard shows where
-    its seed is another. All false captions have as many words as the true one.
+    """Returns `count` tests of each group, from pictures of plain shapes.
 
-    colour, shape: one word of the caption of two shapes becomes each other one that neither shape has: 11 and 9 ways.
-    relation: of two shapes, against the opposite relation, exchanged places, and exchanged colours with each of these: 7 ways.
-    order: of three shapes, against all other orders: 6 ways.
+    A training shard (`prepare.py synthetic --content shapes`) of another seed shows none of these
+    pictures. All false captions have as many words as the true one.
+
+    colour, shape: one word of the caption of two shapes is replaced by each word that fits neither
+    shape: 11 and 9 captions. relation: of two shapes, against the opposite relation, exchanged
+    places, and exchanged colours with each of these: 7 captions. order: of three shapes, against
+    all other orders: 6 captions.
     """
     choices = []
     for group in groups:
-        examples = of_number(data, 3 if group == "order" else 2, count)
+        examples = examples_with_shapes(data, 3 if group == "order" else 2, count)
         for number, example in enumerate(examples):
             true = example.statement
             if group == "order":
-                false = [
-                    replace(true, groups=order)
-                    for order in permutations(true.groups)
-                    if order != true.groups
-                ]
+                orders = [order for order in permutations(true.groups) if order != true.groups]
+                false = [replace(true, groups=order) for order in orders]
             elif group == "relation":
-                # For "A left of B": "A right of B" and "B left of A", and all three with exchanged colours.
+                # "A left of B" becomes "A right of B" and "B left of A"; with exchanged colours
+                # all three of them, and "B right of A".
                 first, second = true.groups
-                mixed = first.with_look_of(second), second.with_look_of(first)
+                recoloured = first.with_look_of(second), second.with_look_of(first)
                 opposite = OPPOSITES[str(true.relation)]
                 false = [replace(true, relation=opposite), replace(true, groups=(second, first))]
-                for exchanged in (mixed, mixed[::-1]):
+                for pair in (recoloured, recoloured[::-1]):
                     false += [
-                        replace(true, groups=exchanged),
-                        replace(true, groups=exchanged, relation=opposite),
+                        replace(true, groups=pair),
+                        replace(true, groups=pair, relation=opposite),
                     ]
             else:
-                place, words = number % 2, BASIC if group == "colour" else shapes.SIMPLE
-                used = {getattr(other, group) for other in true.groups}
-                before, shown, after = (
-                    true.groups[:place],
-                    true.groups[place],
-                    true.groups[place + 1 :],
-                )
-                unused = [word for word in words if word not in used]
-                is_colour = group == "colour"
-                others = [
-                    replace(shown, colour=w) if is_colour else replace(shown, shape=w)
-                    for w in unused
-                ]
-                false = [replace(true, groups=(*before, other, *after)) for other in others]
+                words = BASIC if group == "colour" else shapes.SIMPLE
+                true_words = {getattr(shape, group) for shape in true.groups}
+                place = number % 2
+                false = []
+                for word in words:
+                    if word in true_words:
+                        continue
+                    shape = true.groups[place]
+                    if group == "colour":
+                        false_shape = replace(shape, colour=word)
+                    else:
+                        false_shape = replace(shape, shape=word)
+                    false_groups = list(true.groups)
+                    false_groups[place] = false_shape
+                    false.append(replace(true, groups=tuple(false_groups)))
             captions = tuple(statement.plain_caption() for statement in (true, *false))
             choices.append(Choice(encode_png(example.image_HWC), captions, group))
     return choices
 
 
-def of_number(data: SyntheticData, number: int, count: int) -> list[SyntheticExample]:
-    """The first `count` examples that show `number` shapes."""
-    numbers = (
-        index
-        for index in count_from()
-        if len(data.composition(index)[0].statement.groups) == number
-    )
-    return [data.example(index) for index in islice(numbers, count)]
+def examples_with_shapes(
+    data: SyntheticData, num_shapes: int, count: int
+) -> list[SyntheticExample]:
+    """Returns the first `count` examples that show `num_shapes` shapes."""
+    examples: list[SyntheticExample] = []
+    index = 0
+    while len(examples) < count:
+        composition, _ = data.composition(index)
+        if len(composition.statement.groups) == num_shapes:
+            examples.append(data.example(index))
+        index += 1
+    return examples
 
 
 class Answers(NamedTuple):
-    """What a model chose in tests of one group.
+    """The answers of a model in tests of one group.
 
     Attributes:
         credits_N: 1 where the true caption has the least loss (shared between equal ones), else 0.
@@ -171,109 +181,116 @@ class Answers(NamedTuple):
 
     @property
     def p_value(self) -> float:
-        """How often guessing is at least as good: one-sided binomial test, at the largest chance of any of these tests."""
-        wins, chance = int(np.floor(self.credits_N.sum())), float(self.chances_N.max())
+        """Returns how often guessing is at least as good: a one-sided binomial test.
+
+        The chance of a guess is the largest of any test.
+        """
+        wins = int(np.floor(self.credits_N.sum()))
+        chance = float(self.chances_N.max())
         return float(binomtest(wins, len(self.credits_N), chance, alternative="greater").pvalue)
 
 
 def choose(
     model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], *, batch_size: int = 32
 ) -> tuple[dict[Rule, dict[str, Answers]], int]:
-    """Scores every test: answers by rule and group, and the number of tests whose image cannot be decoded.
+    """Returns answers by rule and group, and the number of tests whose image cannot be decoded.
 
     Raises:
         DataError: no tests, a caption that does not fit the model, an image that cannot be read.
     """
     if not tests:
         raise DataError("there are no tests")
-    credits: dict[Rule, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in RULES}
+    # (credit, chance) of every test, by rule and group.
+    scores: dict[Rule, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in RULES}
+    image_size = model.config.encoder.image_size
     undecodable = 0
     starts = range(0, len(tests), batch_size)
     for start in track(starts, "batches of tests", len(starts)):
-        some = tests[start : start + batch_size]
-        images = [
-            pixels_of(test, model.config.encoder.image_size, start + place)
-            for place, test in enumerate(some)
-        ]
-        kept = [
-            (test, image) for test, image in zip(some, images, strict=True) if image is not None
-        ]
-        undecodable += len(some) - len(kept)
-        if kept:
-            found = losses(
-                model, tokenizer, [test for test, _ in kept], np.stack([i for _, i in kept])
-            )
-            for (rule, scores), (place, (test, _)) in product(found.items(), enumerate(kept)):
-                loss_O = scores[place]
-                credit = float(loss_O[0] <= loss_O.min()) / int((loss_O == loss_O.min()).sum())
-                credits[rule].setdefault(test.group, []).append((credit, 1 / len(loss_O)))
+        decoded: list[Choice] = []
+        images: list[np.ndarray] = []
+        for number, test in enumerate(tests[start : start + batch_size], start):
+            image_CHW = pixels_of(test, image_size, number)
+            if image_CHW is None:
+                undecodable += 1
+            else:
+                decoded.append(test)
+                images.append(image_CHW)
+        if not decoded:
+            continue
+        losses_of = losses(model, tokenizer, decoded, np.stack(images))
+        for rule, losses_of_tests in losses_of.items():
+            for test, loss_O in zip(decoded, losses_of_tests, strict=True):
+                is_least_O = loss_O == loss_O.min()
+                credit = float(loss_O[0] <= loss_O.min()) / int(is_least_O.sum())
+                chance = 1 / len(loss_O)
+                scores[rule].setdefault(test.group, []).append((credit, chance))
     if undecodable == len(tests):
         raise DataError(f"none of {len(tests)} images can be decoded")
-    answers = {
-        rule: {group: Answers(*np.array(pairs).T) for group, pairs in own.items()}
-        for rule, own in credits.items()
-    }
+    answers: dict[Rule, dict[str, Answers]] = {}
+    for rule, scores_of_groups in scores.items():
+        answers[rule] = {}
+        for group, pairs in scores_of_groups.items():
+            credits_N, chances_N = np.array(pairs).T
+            answers[rule][group] = Answers(credits_N, chances_N)
     return answers, undecodable
 
 
 def losses(
     model: Captioner, tokenizer: CaptionTokenizer, tests: Sequence[Choice], images_BCHW: np.ndarray
 ) -> dict[Rule, list[Tensor]]:
-    """What each rule compares, in nats, of every caption of every test, the true one first: less is better.
+    """Returns by rule the losses of every test's captions, in nats, the true caption first.
 
-    "loss" is per token (the published one); "sum" over the tokens; "prior" the sum minus what it is for a black image, so that
-    wording alone cannot decide.
+    "loss" is per token (the published rule); "sum" over the tokens; "prior" the sum minus its value
+    for a black image, so that wording alone cannot decide.
     """
-    captions = [
-        encoded_captions(tokenizer, test.captions, model.config.num_tokens) for test in tests
-    ]
+    num_tokens = model.config.num_tokens
+    captions = [encoded_captions(tokenizer, test.captions, num_tokens) for test in tests]
     images = torch.from_numpy(images_BCHW).to(next(model.parameters()).device)
-    scores, blank = (
-        own_log_probs(model, shown, captions) for shown in (images, torch.zeros_like(images))
-    )
-    lengths = [torch.tensor([len(caption) - 1 for caption in some]) for some in captions]
-    return {
-        "loss": [-score / length for score, length in zip(scores, lengths, strict=True)],
-        "sum": [-score for score in scores],
-        "prior": [-(score - without) for score, without in zip(scores, blank, strict=True)],
-    }
+    scores = log_probs_per_image(model, images, captions)
+    black_scores = log_probs_per_image(model, torch.zeros_like(images), captions)
+    by_rule: dict[Rule, list[Tensor]] = {"loss": [], "sum": [], "prior": []}
+    for score, black_score, captions_of_test in zip(scores, black_scores, captions, strict=True):
+        length = torch.tensor([len(caption) - 1 for caption in captions_of_test])
+        by_rule["loss"].append(-score / length)
+        by_rule["sum"].append(-score)
+        by_rule["prior"].append(-(score - black_score))
+    return by_rule
 
 
 def pixels_of(test: Choice, size: int, number: int = 0) -> np.ndarray | None:
-    """The shown part, squashed to a square: a central crop could leave out what the captions speak of.
+    """Returns the shown part as normalised pixels (3, size, size), or None for bytes of no image.
+
+    The part is squashed to a square: a central crop could leave out the things that captions name.
 
     Args:
         number: of the test, for the error.
-
-    Returns:
-        Normalised pixels (3, size, size); None where the bytes are no image.
 
     Raises:
         DataError: the file cannot be read.
     """
     try:
-        data = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
+        encoded = test.image if isinstance(test.image, bytes) else test.image.read_bytes()
     except OSError as error:
         raise DataError(
             f"cannot read the image of test {number}: {error.strerror or type(error).__name__}"
         ) from error
     try:
-        return whole_image(data, size, test.box)[0]
+        return whole_image(encoded, size, test.box)[0]
     except DecodeError:
         return None
 
 
 def aro(options: AroOptions) -> Results:
-    """The command; see its options."""
+    """Runs the command `aro`; see its options."""
     model, tokenizer, facts = open_captioner(options)
     if options.test is None:
         name = f"synthetic shapes, seed {options.synthetic_seed}"
-        data = SyntheticData(
-            options.synthetic_seed, max(model.config.encoder.image_size, 16), "shapes"
-        )
-        tests = shape_choices(data, options.synthetic_tests)
+        side = max(model.config.encoder.image_size, 16)
+        pictures = SyntheticData(options.synthetic_seed, side, "shapes")
+        tests = shape_choices(pictures, options.synthetic_tests)
     else:
-        name, (kind, _, file) = options.test, options.test.partition(":")
+        name = options.test
+        kind, _, file = options.test.partition(":")
         if kind not in FORMATS or not file:
             raise ConfigError(
                 f"--test {name}: write FORMAT:FILE with FORMAT one of {', '.join(FORMATS)}"
@@ -284,47 +301,45 @@ def aro(options: AroOptions) -> Results:
             )
         tests = read_aro(Path(file), options.images, kind)
     tests = tests[: options.max_examples]
-    num_given = len(tests)
+    num_read = len(tests)
     if options.too_long == "skip":
         longest = model.config.num_tokens
-        tests = [
-            t
-            for t in tests
-            if all(len(tokens_of(tokenizer, c, longest)) <= longest for c in t.captions)
-        ]
+        fitting_tests = []
+        for test in tests:
+            lengths = [len(tokens_of(tokenizer, text, longest)) for text in test.captions]
+            if max(lengths) <= longest:
+                fitting_tests.append(test)
+        tests = fitting_tests
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
-    chosen, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)
-    for rule, answers in chosen.items():
-        everything = Answers(*map(np.concatenate, zip(*answers.values(), strict=True)))
+    answers_by_rule, undecodable = choose(model, tokenizer, tests, batch_size=options.batch_size)
+    for rule, answers in answers_by_rule.items():
+        credits, chances = zip(*answers.values(), strict=True)
+        total = Answers(np.concatenate(credits), np.concatenate(chances))
         by_group = {group: float(answer.credits_N.mean()) for group, answer in answers.items()}
-        scalars |= {
-            f"accuracy_{rule}": float(everything.credits_N.mean()),
-            "chance": float(everything.chances_N.mean()),
-        }
+        scalars[f"accuracy_{rule}"] = float(total.credits_N.mean())
+        scalars["chance"] = float(total.chances_N.mean())
         scalars[f"group_mean_{rule}"] = float(np.mean(list(by_group.values())))
+        # Many groups, as in VG-Attribution, are in the table alone.
         if len(answers) <= 20:
-            scalars |= {
-                f"accuracy_{rule}_{group}": accuracy for group, accuracy in by_group.items()
-            }
-        for group, (credits_N, chances_N) in [*answers.items(), ("all", everything)]:
+            for group, accuracy in by_group.items():
+                scalars[f"accuracy_{rule}_{group}"] = accuracy
+        for group, answer in [*answers.items(), ("all", total)]:
+            accuracy = float(answer.credits_N.mean())
+            chance = float(answer.chances_N.mean())
             row = {
                 "rule": rule,
                 "group": group,
-                "accuracy": float(credits_N.mean()),
-                "chance": float(chances_N.mean()),
+                "accuracy": accuracy,
+                "chance": chance,
+                "tests": len(answer.credits_N),
+                "p (guessing)": answer.p_value,
             }
-            table.append(
-                {
-                    **row,
-                    "tests": len(credits_N),
-                    "p (guessing)": Answers(credits_N, chances_N).p_value,
-                }
-            )
+            table.append(row)
     uses = [DataUse("tests", name, len(tests) - undecodable, undecodable)]
     notes = [
-        "loss: least loss per token; sum: likeliest caption; prior: sum minus what it is for a black image"
+        "loss: least loss per token; sum: likeliest caption; "
+        "prior: sum minus its value for a black image"
     ]
-    return Results(
-        "aro", scalars, uses, facts, table, {"num_too_long": num_given - len(tests)}, notes=notes
-    )
+    details = {"num_too_long": num_read - len(tests)}
+    return Results("aro", scalars, uses, facts, table, details, notes=notes)

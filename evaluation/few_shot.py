@@ -1,7 +1,8 @@
-"""Few-shot classification, without privacy: K examples per class, S random splits, mean and 95 % interval.
+"""Few-shot classification, without privacy: K examples per class, S splits, mean and interval.
 
-The probe follows DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506): every feature vector is centred and
-brought to length 1, then multinomial regression without intercept, ridge 0.0025 / n.
+The probe follows DP-Cap's evaluation (Sander et al. 2024, https://arxiv.org/abs/2403.02506): every
+feature vector is centred and brought to length 1, then multinomial regression without intercept,
+ridge 0.0025 / n.
 """
 
 import math
@@ -22,36 +23,40 @@ DPCAP_RIDGE = 0.0025
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Mean and half of the 95 % interval of the mean (Student's t); none for one value."""
+    """Returns the mean and half of its 95 % interval (Student's t), None for one value."""
     count = len(values)
-    half = (
-        stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count)
-        if count > 1
-        else None
-    )
-    return {"mean": float(np.mean(values)), "half_width": None if half is None else float(half)}
+    half_width = None
+    if count > 1:
+        quantile = stats.t.ppf(0.975, count - 1)
+        half_width = float(quantile * np.std(values, ddof=1) / math.sqrt(count))
+    return {"mean": float(np.mean(values)), "half_width": half_width}
 
 
 def split(labels_N: np.ndarray, shots: int, seed: int) -> np.ndarray:
-    """Rows of `shots` random examples of every class that occurs, (K * classes,); more shots of a seed contain fewer ones.
+    """Returns rows of `shots` random examples of every class that occurs, (K * classes,).
+
+    With equal seeds a split of more shots contains the split of fewer.
 
     Raises:
         DataError: a class has fewer examples.
     """
-    rng, chosen = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
     labels, counts = np.unique(labels_N, return_counts=True)
-    if few := int((counts < shots).sum()):
+    num_small = int((counts < shots).sum())
+    if num_small:
         raise DataError(
-            f"{few} of {len(labels)} classes have fewer than {shots} training examples: --shots {shots} needs as many of each"
+            f"{num_small} of {len(labels)} classes have fewer than {shots} training examples: "
+            f"--shots {shots} needs as many of each"
         )
+    rows = []
     for label in labels:
-        rows = np.flatnonzero(labels_N == label)
-        chosen.append(rng.permutation(rows)[:shots])
-    return np.concatenate(chosen)
+        rows_of_label = np.flatnonzero(labels_N == label)
+        rows.append(rng.permutation(rows_of_label)[:shots])
+    return np.concatenate(rows)
 
 
 def unit_rows(x_ND: np.ndarray) -> np.ndarray:
-    """Each row centred and of length 1; constant rows become zero."""
+    """Returns each row centred and of length 1; constant rows become zero."""
     x_ND = x_ND.astype(np.float64) - x_ND.mean(axis=1, keepdims=True, dtype=np.float64)
     length_N1 = np.linalg.norm(x_ND, axis=1, keepdims=True)
     return np.divide(x_ND, length_N1, out=np.zeros_like(x_ND), where=length_N1 > 1e-12)
@@ -67,20 +72,22 @@ def few_shot_probe(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> dict[int, list[float]]:
-    """Test accuracies of DP-Cap's regression on features, one per split, by the number of shots.
+    """Returns test accuracies of DP-Cap's regression by the number of shots, one per split.
 
     Args:
         train, test: (features (N, D), labels (N,)).
-        shots: each K.
-        seed: of the first split; the others follow.
+        shots: every K.
+        seed: of the first split; later splits count on from it.
 
     Raises:
         DataError: a class with too few examples.
     """
-    x_ND, y_N = unit_rows(train[0]), train[1]
-    x_test_ND = unit_rows(test[0])
+    features_ND, y_N = train
+    test_features_ND, y_test_N = test
+    x_ND = unit_rows(features_ND)
+    x_test_ND = unit_rows(test_features_ND)
     accuracies: dict[int, list[float]] = {count: [] for count in shots}
-    for count, own in accuracies.items():
+    for count, accuracies_of_splits in accuracies.items():
         for number in range(num_splits):
             rows = split(y_N, count, seed + number)
             head = regression(
@@ -92,18 +99,20 @@ def few_shot_probe(
                 standardise=False,
                 intercept=False,
             )
-            own.append(head.accuracy(x_test_ND, test[1]))
+            accuracies_of_splits.append(head.accuracy(x_test_ND, y_test_N))
     return accuracies
 
 
 def few_shot(options: FewShotOptions) -> Results | None:
-    """The command; see its options."""
+    """Runs the command `few-shot`; see its options."""
     inputs = load_inputs(options, train=options.train, test=options.test)
     if inputs is None:
         return None
-    measured = few_shot_probe(
-        inputs.features["train"].usable(),
-        inputs.features["test"].usable(),
+    train = inputs.features["train"].usable()
+    test = inputs.features["test"].usable()
+    accuracies_by_shots = few_shot_probe(
+        train,
+        test,
         inputs.num_classes(),
         options.shots,
         num_splits=options.num_splits,
@@ -112,17 +121,22 @@ def few_shot(options: FewShotOptions) -> Results | None:
     )
     scalars: dict[str, float] = {}
     table: list[dict[str, Any]] = []
-    for count, accuracies in measured.items():
-        mean, half = interval(accuracies).values()  # the test set counts as fixed
-        row: dict[str, Any] = {"shots": count, "test accuracy": mean}
+    for count, accuracies in accuracies_by_shots.items():
+        # The interval is over splits of the training examples; the test set counts as fixed.
+        spread = interval(accuracies)
+        half_width = spread["half_width"]
+        row: dict[str, Any] = {"shots": count, "test accuracy": spread["mean"]}
         scalars[f"probe/{count}-shot/accuracy"] = float(np.mean(accuracies))
-        if half:  # splits that take all examples are equal, and say nothing of others
-            row["95 % interval"] = f"+- {half:.4f}"
-            scalars[f"probe/{count}-shot/interval_half_width"] = half
+        # Splits that take all examples are equal: a width of zero would promise too much.
+        if half_width:
+            row["95 % interval"] = f"+- {half_width:.4f}"
+            scalars[f"probe/{count}-shot/interval_half_width"] = half_width
         table.append(row)
+    # A key of JSON is text.
+    accuracies_of_record = {str(count): shares for count, shares in accuracies_by_shots.items()}
     details = {
         "num_splits": options.num_splits,
         "seed": options.seed,
-        "accuracies": {str(k): v for k, v in measured.items()},
+        "accuracies": accuracies_of_record,
     }
     return Results("few-shot", scalars, inputs.uses(), inputs.model, table, details)

@@ -1,14 +1,7 @@
-"""Linear probes of frozen features, without privacy: the LARS protocol of the papers, and multinomial regression by L-BFGS.
+"""Linear probes of frozen features, without privacy: LARS as in the papers, and regression.
 
-Shapes: N examples, D features, L classes. Features are standardised by the training set's mean and variance, which is what
-BatchNorm without affine parameters does at test time.
-
-The LARS protocol (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1, and the released code; used by ViP, Yu et al.
-2023, https://arxiv.org/abs/2306.08842): BatchNorm without affine, weights from N(0, 0.01^2), rate 0.1 * batch / 256 with batch
-16,384, 90 epochs, 10 of them warm-up, then a cosine, no weight decay. As in the released optimizer the ratio of norms is inside
-of the momentum and the rate outside: m <- 0.9 m + trust |w| / |g| g, w <- w - rate m; the bias has no ratio. Training features
-are of random crops and flips, new in each epoch, where the caller computes them (`train_of`); features of the centred images,
-computed once, are the default. The papers report the best epoch on the test set; both that and the last one are given.
+Shapes: N examples, D features, L classes. Both probes standardise features by the training set's
+mean and variance, as BatchNorm without affine parameters does at test time.
 """
 
 import math
@@ -33,20 +26,22 @@ Rows = tuple[np.ndarray, np.ndarray]
 """Features (N, D) and labels (N,)."""
 
 RIDGES = tuple(10.0**exponent for exponent in range(0, -7, -1))
-"""Large to small: each fit starts from the one before."""
-FLAT = 1e-4
-"""The largest entry of a gradient at which a regression counts as converged, in nats per standard deviation of a feature."""
+"""Large to small: each fit starts from the weights of the fit before."""
+CONVERGED_SLOPE = 1e-4
+"""The largest entry of a gradient at which a regression counts as converged, in nats per standard
+deviation of a feature."""
 MOMENTUM = 0.9
-BEHIND = 0.02
+LARS_DEFICIT = 0.02
 """A LARS head whose test accuracy is this far below that of regression has hardly converged."""
 
 
 @dataclass(frozen=True)
 class LinearHead:
-    """Scores of x are (x - mean) / scale @ weight' + bias; weight (L, D).
+    """A linear head: the scores of x are (x - mean) / scale @ weight' + bias; weight (L, D).
 
     Attributes:
-        steepest: the largest entry of the objective's gradient where L-BFGS stopped; zero for heads of other origin.
+        steepest: the largest entry of the objective's gradient where L-BFGS stopped; zero for heads
+            of other origin.
     """
 
     mean_D: Tensor
@@ -57,22 +52,26 @@ class LinearHead:
 
     @property
     def converged(self) -> bool:
-        return self.steepest <= FLAT
+        """Returns whether L-BFGS stopped where its objective is flat."""
+        return self.steepest <= CONVERGED_SLOPE
 
     def scores(self, x_ND: np.ndarray | Tensor) -> np.ndarray:
-        """(N, L)"""
+        """Returns scores (N, L)."""
         x = torch.as_tensor(x_ND, dtype=self.weight_LD.dtype, device=self.weight_LD.device)
-        return (((x - self.mean_D) / self.scale_D) @ self.weight_LD.T + self.bias_L).cpu().numpy()
+        standard_ND = (x - self.mean_D) / self.scale_D
+        return (standard_ND @ self.weight_LD.T + self.bias_L).cpu().numpy()
 
     def accuracy(self, x_ND: np.ndarray | Tensor, y_N: np.ndarray) -> float:
+        """Returns the share of examples whose label scores highest."""
         return float((self.scores(x_ND).argmax(axis=1) == y_N).mean())
 
 
 class LarsResult(NamedTuple):
-    """
+    """The result of a probe by LARS.
+
     Attributes:
         accuracies: on the test set after every epoch.
-        batch_size, peak_lr: that were used.
+        batch_size, peak_lr: after the batch was capped at the data.
         head: after the last epoch.
     """
 
@@ -96,28 +95,34 @@ def lars_probe(
     device: torch.device | str = "cpu",
     train_of: Callable[[int], Rows] | None = None,
 ) -> LarsResult:
-    """Trains by the LARS protocol; the defaults are the papers' values.
+    """Trains a head by the LARS protocol; the defaults are the papers' values.
+
+    The protocol (He et al. 2021, https://arxiv.org/abs/2111.06377, appendix A.1, and the released
+    code; used by ViP, Yu et al. 2023, https://arxiv.org/abs/2306.08842): BatchNorm without affine,
+    weights from N(0, 0.01^2), rate 0.1 * batch / 256 with batch 16,384, 90 epochs, 10 of them
+    warm-up, then a cosine, no weight decay. As in the released optimizer, the ratio of norms is
+    inside the momentum and the rate outside: m <- 0.9 m + trust |w| / |g| g, w <- w - rate m; the
+    bias has no ratio. The papers report the best epoch on the test set; callers get all epochs.
 
     Args:
         train, test: (features (N, D), labels (N,)).
         batch_size: capped at the number of examples.
-        train_of: features and labels of an epoch, of `train`'s examples in some augmentation; by default `train` in every epoch.
+        train_of: returns features and labels of an epoch, for new crops and flips of `train`'s
+            images; None uses `train`, of centred images, in every epoch.
 
     Raises:
         DataError: fewer than two training examples.
     """
-    x_ND, y_N = on(train, device)
-    x_test_ND, y_test_N = on(test, device)
+    x_ND, y_N = to_tensors(train, device)
+    x_test_ND, y_test_N = to_tensors(test, device)
     if len(x_ND) < 2:
         raise DataError("a probe with BatchNorm needs at least two training examples")
     batch_size = min(batch_size, len(x_ND))
     per_epoch = len(x_ND) // batch_size
     peak_lr = base_lr * batch_size / 256
     warmup = min(warmup_epochs, epochs - 1)
-    norm, linear = (
-        nn.BatchNorm1d(x_ND.shape[1], affine=False, eps=1e-6),
-        nn.Linear(x_ND.shape[1], num_classes),
-    )
+    norm = nn.BatchNorm1d(x_ND.shape[1], affine=False, eps=1e-6)
+    linear = nn.Linear(x_ND.shape[1], num_classes)
     nn.init.normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
     nn.init.zeros_(linear.bias)
     head = nn.Sequential(norm, linear).to(device)
@@ -126,27 +131,24 @@ def lars_probe(
     accuracies = []
     for epoch in track(range(epochs), "epochs of the linear probe", epochs):
         if train_of is not None:
-            x_ND, y_N = on(train_of(epoch), device)
+            x_ND, y_N = to_tensors(train_of(epoch), device)
         head.train()
         order = torch.randperm(len(x_ND), generator=generator).to(device)
         for step, rows in enumerate(order[: per_epoch * batch_size].split(batch_size)):
             F.cross_entropy(head(x_ND[rows]), y_N[rows]).backward()
-            at = (
-                epoch + step / per_epoch
-            )  # the rate is zero at the first step, as in the released code
-            cosine = 0.5 * (1 + math.cos(math.pi * (at - warmup) / (epochs - warmup)))
-            rate = peak_lr * (at / warmup if at < warmup else cosine)
+            # The rate is zero at the first step, as in the released code.
+            progress = epoch + step / per_epoch
+            cosine = 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (epochs - warmup)))
+            rate = peak_lr * (progress / warmup if progress < warmup else cosine)
             with torch.no_grad():
                 for p, m in momentum.items():
                     assert p.grad is not None
-                    ratio = (
-                        trust_coefficient * p.norm() / p.grad.norm()
-                        if p.dim() > 1
-                        else torch.ones(())
-                    )
-                    m.mul_(MOMENTUM).add_(
-                        p.grad * torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
-                    )
+                    ratio = torch.ones(())
+                    if p.dim() > 1:
+                        ratio = trust_coefficient * p.norm() / p.grad.norm()
+                    # Zero weights, or a zero gradient, have no ratio.
+                    has_ratio = ratio.isfinite() & (ratio > 0)
+                    m.mul_(MOMENTUM).add_(p.grad * torch.where(has_ratio, ratio, 1.0))
                     p.sub_(rate * m)
             head.zero_grad()
         head.eval()
@@ -154,15 +156,18 @@ def lars_probe(
             predicted_N = torch.cat([head(x_ND).argmax(dim=1) for x_ND in x_test_ND.split(8192)])
         accuracies.append(float((predicted_N == y_test_N).double().mean()))
     assert norm.running_mean is not None and norm.running_var is not None
-    scale_D = (norm.running_var + norm.eps).sqrt()  # what the norm computes at test time
-    at_test = LinearHead(norm.running_mean, scale_D, linear.weight.detach(), linear.bias.detach())
-    return LarsResult(tuple(accuracies), batch_size, peak_lr, at_test)
+    # At test time BatchNorm divides by this.
+    scale_D = (norm.running_var + norm.eps).sqrt()
+    weight_LD = linear.weight.detach()
+    linear_head = LinearHead(norm.running_mean, scale_D, weight_LD, linear.bias.detach())
+    return LarsResult(tuple(accuracies), batch_size, peak_lr, linear_head)
 
 
-def on(rows: Rows, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """Features in float32 and labels."""
-    x_ND = torch.as_tensor(rows[0], dtype=torch.float32, device=device)
-    return x_ND, torch.as_tensor(rows[1], dtype=torch.int64, device=device)
+def to_tensors(rows: Rows, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Returns features in float32 and labels in int64, on the device."""
+    features_ND, labels_N = rows
+    x_ND = torch.as_tensor(features_ND, dtype=torch.float32, device=device)
+    return x_ND, torch.as_tensor(labels_N, dtype=torch.int64, device=device)
 
 
 def regression(
@@ -177,25 +182,30 @@ def regression(
     start: LinearHead | None = None,
     max_iterations: int = 500,
 ) -> LinearHead:
-    """Minimises mean cross-entropy + ridge / 2 * |W|^2 by L-BFGS, from zero or `start`. The bias is not penalised.
+    """Returns the head that minimises mean cross-entropy + ridge / 2 * |W|^2, by L-BFGS.
 
-    On CPU in float64, on a GPU in float32.
+    The bias is not penalised. Arithmetic is float64 on a CPU and float32 on a GPU.
 
     Args:
-        standardise: by this data's mean and standard deviation; constant features become zero.
+        standardise: divides by these rows' standard deviation, after their mean is subtracted;
+            constant features become zero.
+        start: the first weights; None is zero.
     """
     dtype = torch.float64 if torch.device(device).type == "cpu" else torch.float32
     x = torch.as_tensor(x_ND, dtype=dtype, device=device)
     y = torch.as_tensor(y_N, dtype=torch.int64, device=device)
-    mean_D, scale_D = torch.zeros_like(x[0]), torch.ones_like(x[0])
+    mean_D = torch.zeros_like(x[0])
+    scale_D = torch.ones_like(x[0])
     if standardise:
-        mean_D, scale_D = x.mean(dim=0), x.std(dim=0, correction=0)
-        scale_D = torch.where(scale_D > 1e-12, scale_D, torch.inf)
+        mean_D = x.mean(dim=0)
+        deviation_D = x.std(dim=0, correction=0)
+        scale_D = torch.where(deviation_D > 1e-12, deviation_D, torch.inf)
     x = (x - mean_D) / scale_D
     weight_LD = torch.zeros(num_classes, x.shape[1], dtype=dtype, device=device)
     bias_L = torch.zeros(num_classes, dtype=dtype, device=device)
     if start is not None:
-        weight_LD, bias_L = start.weight_LD.to(dtype, copy=True), start.bias_L.to(dtype, copy=True)
+        weight_LD = start.weight_LD.to(dtype, copy=True)
+        bias_L = start.bias_L.to(dtype, copy=True)
     weight_LD.requires_grad_()
     bias_L.requires_grad_(intercept)
     optimizer = torch.optim.LBFGS(
@@ -209,24 +219,29 @@ def regression(
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(x @ weight_LD.T + bias_L, y) + ridge / 2 * weight_LD.square().sum()
+        cross_entropy = F.cross_entropy(x @ weight_LD.T + bias_L, y)
+        loss = cross_entropy + ridge / 2 * weight_LD.square().sum()
         loss.backward()
         return loss
 
     optimizer.step(objective)
+    # Computes the gradient where L-BFGS stopped.
     objective()
-    steepest = max(float(p.grad.abs().max()) for p in (weight_LD, bias_L) if p.grad is not None)
+    gradients = [p.grad for p in (weight_LD, bias_L) if p.grad is not None]
+    steepest = max(float(gradient.abs().max()) for gradient in gradients)
     return LinearHead(mean_D, scale_D, weight_LD.detach(), bias_L.detach(), steepest)
 
 
 def fold_of(y_N: np.ndarray, num_folds: int, seed: int) -> np.ndarray:
-    """(N,) the fold of each example: classes are dealt out evenly, at random."""
-    rng, fold_N = np.random.default_rng(seed), np.empty(len(y_N), dtype=np.int64)
-    dealt = 0
+    """Returns the fold of each example (N,): every class is spread evenly over folds, at random."""
+    rng = np.random.default_rng(seed)
+    fold_N = np.empty(len(y_N), dtype=np.int64)
+    # Counts on from class to class, so that folds differ by one example at most.
+    start = 0
     for label in np.unique(y_N):
         rows = rng.permutation(np.flatnonzero(y_N == label))
-        fold_N[rows] = (dealt + np.arange(len(rows))) % num_folds
-        dealt += len(rows)
+        fold_N[rows] = (start + np.arange(len(rows))) % num_folds
+        start += len(rows)
     return fold_N
 
 
@@ -240,10 +255,9 @@ def cross_validated_regression(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> tuple[LinearHead, dict[float, float]]:
-    """The regression with the ridge whose validation accuracy is highest (of equal ones the largest), on all examples.
+    """Returns a regression on all examples, and the validation accuracy by ridge.
 
-    Returns:
-        The head, and the validation accuracy by ridge.
+    Its ridge has the highest validation accuracy; of equal ones the largest.
 
     Raises:
         DataError: fewer examples than folds.
@@ -254,37 +268,46 @@ def cross_validated_regression(
     ordered = sorted(ridges, reverse=True)
     correct = dict.fromkeys(ordered, 0.0)
     for fold in range(num_folds):
-        inside, outside = fold_N != fold, fold_N == fold
+        is_validation_N = fold_N == fold
+        x_train_ND = x_ND[~is_validation_N]
+        y_train_N = y_N[~is_validation_N]
+        x_validation_ND = x_ND[is_validation_N]
+        y_validation_N = y_N[is_validation_N]
         head = None
         for ridge in ordered:
             head = regression(
-                x_ND[inside], y_N[inside], num_classes, ridge=ridge, device=device, start=head
+                x_train_ND, y_train_N, num_classes, ridge=ridge, device=device, start=head
             )
-            correct[ridge] += head.accuracy(x_ND[outside], y_N[outside]) * int(outside.sum())
+            accuracy = head.accuracy(x_validation_ND, y_validation_N)
+            correct[ridge] += accuracy * len(y_validation_N)
     validation = {ridge: count / len(y_N) for ridge, count in correct.items()}
-    chosen = max(ordered, key=lambda ridge: (round(validation[ridge], 12), ridge))
-    return regression(x_ND, y_N, num_classes, ridge=chosen, device=device), validation
+    best = max(ordered, key=lambda ridge: (round(validation[ridge], 12), ridge))
+    return regression(x_ND, y_N, num_classes, ridge=best, device=device), validation
 
 
 def linear_probe(options: LinearProbeOptions) -> Results | None:
-    """The command; see its options."""
+    """Runs the command `linear-probe`; see its options."""
     inputs = load_inputs(options, train=options.train, test=options.test)
     if inputs is None:
         return None
-    train, test = (inputs.features[role].usable() for role in ("train", "test"))
+    train = inputs.features["train"].usable()
+    test = inputs.features["test"].usable()
     device = device_of(options)
     scalars: dict[str, float] = {}
     details: dict[str, Any] = {}
     table: list[dict[str, Any]] = []
     notes: list[str] = []
 
-    def of_epoch(epoch: int) -> Rows:
-        """Features of the training images in an epoch's crops and flips."""
+    def augmented_rows(epoch: int) -> Rows:
+        """Returns features of the training images in an epoch's crops and flips."""
         if inputs.opened is None or "train" not in inputs.sources:
             raise ConfigError("--augment needs --checkpoint and images for --train, not features")
         rows = np.flatnonzero(inputs.features["train"].is_usable_N).tolist()
-        how = Augmentation(options.seed, epoch)
-        return compute(inputs.opened.model, inputs.sources["train"], options, rows, how).usable()
+        augmentation = Augmentation(options.seed, epoch)
+        features = compute(
+            inputs.opened.model, inputs.sources["train"], options, rows, augmentation
+        )
+        return features.usable()
 
     if options.method != "lbfgs":
         lars = lars_probe(
@@ -298,12 +321,11 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
             trust_coefficient=options.trust_coefficient,
             seed=options.seed,
             device=device,
-            train_of=of_epoch if options.augment else None,
+            train_of=augmented_rows if options.augment else None,
         )
         last = lars.accuracies[-1]
-        best = max(
-            lars.accuracies
-        )  # chosen by looking at the test set, as the papers do: an optimistic number
+        # The best epoch is chosen on the test set, as in the papers: its number is optimistic.
+        best = max(lars.accuracies)
         best_epoch = 1 + lars.accuracies.index(best)
         scalars |= {"lars_accuracy_last_epoch": last, "lars_accuracy_best_epoch": best}
         details["lars"] = {
@@ -316,42 +338,34 @@ def linear_probe(options: LinearProbeOptions) -> Results | None:
             "augmented": options.augment,
         }
         table.append({"probe": "LARS, last epoch", "test accuracy": last})
-        table.append(
-            {
-                "probe": f"LARS, best epoch ({best_epoch}), chosen on the test set",
-                "test accuracy": best,
-            }
-        )
+        best_probe = f"LARS, best epoch ({best_epoch}), chosen on the test set"
+        table.append({"probe": best_probe, "test accuracy": best})
     if options.method != "lars":
-        head, by_ridge = cross_validated_regression(
+        head, validation = cross_validated_regression(
             *train,
             inputs.num_classes(),
             num_folds=options.num_folds,
             seed=options.seed,
             device=device,
         )
-        ridge = max(by_ridge, key=lambda r: (round(by_ridge[r], 12), r))
+        ridge = max(validation, key=lambda ridge: (round(validation[ridge], 12), ridge))
         accuracy = head.accuracy(*test)
         if not head.converged:
             notes.append(
-                f"L-BFGS stopped before it converged: the steepest slope of its objective is {head.steepest:.1g}"
+                "L-BFGS stopped before it converged: "
+                f"the steepest slope of its objective is {head.steepest:.1g}"
             )
         scalars["lbfgs_accuracy"] = accuracy
-        details["lbfgs"] = {
-            "ridge": ridge,
-            "validation_accuracy_by_ridge": {f"{r:g}": v for r, v in by_ridge.items()},
-        }
-        table.append(
-            {
-                "probe": f"regression by L-BFGS, ridge {ridge:g} by cross-validation",
-                "test accuracy": accuracy,
-            }
-        )
-        behind = accuracy - scalars.get("lars_accuracy_last_epoch", accuracy)
-        if behind > BEHIND:
+        shares = {f"{ridge:g}": share for ridge, share in validation.items()}
+        details["lbfgs"] = {"ridge": ridge, "validation_accuracy_by_ridge": shares}
+        probe = f"regression by L-BFGS, ridge {ridge:g} by cross-validation"
+        table.append({"probe": probe, "test accuracy": accuracy})
+        deficit = accuracy - scalars.get("lars_accuracy_last_epoch", accuracy)
+        if deficit > LARS_DEFICIT:
             notes.append(
-                f"LARS has hardly converged: it is {100 * behind:.1f} points below regression. The papers' rate is for a million "
-                "images; raise --trust_coefficient (--base_lr would drive the bias, which LARS does not scale, too) or --epochs"
+                f"LARS has hardly converged: it is {100 * deficit:.1f} points below regression. "
+                "The papers' rate is for a million images; raise --trust_coefficient "
+                "(--base_lr would drive the bias, which LARS does not scale, too) or --epochs"
             )
     return Results(
         "linear-probe", scalars, inputs.uses(), inputs.model, table, details, notes=notes

@@ -1,11 +1,12 @@
-"""The commands of `launch_scripts/evaluate.py`: a frozen model of options for each, and the function that takes it.
+"""The commands of `launch_scripts/evaluate.py`: options of each, and the function that takes them.
 
     from evaluation.options import ZeroShotOptions
     from evaluation.zero_shot import zero_shot
 
     results = zero_shot(ZeroShotOptions(checkpoint="runs/x", data="folder:imagenet/val"))
 
-A function returns what `evaluation.results` writes and prints. This module imports nothing heavy, so that --help is quick.
+A function returns the `Results` that `evaluation.results` writes and prints. This module imports
+nothing heavy, so that --help is quick.
 """
 
 import importlib
@@ -29,10 +30,11 @@ HeadMethod = Literal["dp-ls", "dp-newton", "dp-fc"]
 
 
 class CommandOptions(Options):
-    """What every command takes.
+    """Options of every command.
 
     Attributes:
-        DRAWN_WITHOUT: the option without which pictures are drawn from a seed; None for a command that draws none.
+        DRAWN_WITHOUT: the option without which pictures are drawn from a seed; None for a command
+            that draws no pictures.
     """
 
     DRAWN_WITHOUT: ClassVar[str | None] = None
@@ -52,14 +54,17 @@ class CommandOptions(Options):
 
     @property
     def results_are_public(self) -> bool:
-        """Whether results are computed from public data alone: the user's word, or the pictures come from a seed."""
-        return self.data_is_public or (
-            self.DRAWN_WITHOUT is not None and getattr(self, self.DRAWN_WITHOUT) is None
-        )
+        """Returns whether the data are declared public, or drawn from a seed."""
+        if self.DRAWN_WITHOUT is None:
+            return self.data_is_public
+        return self.data_is_public or getattr(self, self.DRAWN_WITHOUT) is None
 
     @property
     def output_folder(self) -> Path | None:
-        """Where results go: the output, or the run folder of the checkpoint; None writes nothing."""
+        """Returns the folder for results: the output, or the run folder of the checkpoint.
+
+        None writes nothing.
+        """
         if self.output is not None or self.checkpoint is None:
             return self.output
         from trainer.weights.open_model import run_folder_of
@@ -69,14 +74,14 @@ class CommandOptions(Options):
 
 
 class CheckpointOptions(CommandOptions):
-    """What commands take that need a checkpoint."""
+    """Options of commands that need a checkpoint."""
 
     checkpoint: Annotated[Path, Shown("DIR")]
     """run folder (its newest checkpoint) or checkpoint"""
 
 
 class ImageOptions(CommandOptions):
-    """How images are read."""
+    """Options for reading images."""
 
     cache: Annotated[Path | None, Shown("DIR")] = None
     """for indexes of shards and features; default: private/features of the run folder"""
@@ -87,33 +92,33 @@ class ImageOptions(CommandOptions):
 
     @property
     def cache_folder(self) -> Path | None:
-        """The cache, or a place in the private part of the run folder; None keeps nothing."""
+        """Returns the cache, or a folder in `private/` of the run folder; None keeps nothing."""
         output = self.output_folder if self.cache is None else None
         return self.cache if output is None else output / "private" / "features"
 
 
 class LabelledOptions(ImageOptions):
-    """How labelled images are read."""
+    """Options for reading labelled images."""
 
     label_field: Annotated[str, Shown("NAME")] = "cls"
     """of shards: cls, or a field of .json"""
 
 
 class CaptionedOptions(ImageOptions):
-    """How images with captions are read."""
+    """Options for reading images with captions."""
 
     caption_field: Annotated[str | None, Shown("NAME")] = None
     """of shards: the captions' field of .json"""
 
 
 class FeatureOptions(LabelledOptions):
-    """How features are computed: which vector stands for an image."""
+    """Options of features: the vector of an image."""
 
     GROUP = "features"
 
     features: Literal["pooled", "class_token", "blocks", "memory"] = "pooled"
-    """mean of the patch tokens; the class token; means over each of the last --num_blocks blocks; mean of the captioner's image
-    memory (default: pooled)"""
+    """mean of the patch tokens; the class token; means over each of the last --num_blocks blocks;
+    mean of the captioner's image memory (default: pooled)"""
     num_blocks: Annotated[int, Shown("K")] = 1
     """for --features blocks; ViP takes 12"""
     image_size: Annotated[int | None, Shown("PIXELS")] = None
@@ -123,7 +128,10 @@ class FeatureOptions(LabelledOptions):
 
 
 class TrainTestOptions(FeatureOptions):
-    """What is trained on and tested on. Under a launcher the ranks share the images, and the others than rank 0 return None."""
+    """Options of training and test data.
+
+    Under a launcher ranks share the images, and ranks other than 0 return None.
+    """
 
     train: Source
     """shards:PATTERN, folder:DIR, arrays:FILE.npz, or features:FILE_OR_DIR"""
@@ -132,12 +140,13 @@ class TrainTestOptions(FeatureOptions):
 
 
 class LinearProbeOptions(TrainTestOptions):
-    """Linear probe of frozen features: the LARS protocol of the papers, and cross-validated regression by L-BFGS.
+    """Linear probe of frozen features: LARS as in the papers, and cross-validated regression.
 
-        python launch_scripts/evaluate.py linear-probe --checkpoint runs/x --train shards:train/ --test shards:val/ \\
-            --features blocks --num_blocks 12
+        python launch_scripts/evaluate.py linear-probe --checkpoint runs/x \\
+            --train shards:train/ --test shards:val/ --features blocks --num_blocks 12
 
-    LARS gives the test accuracy of its last epoch and, labelled, of its best (which the papers report). Not private.
+    LARS gives the test accuracy of its last epoch and, labelled, of its best (which the papers
+    report). Not private.
     """
 
     GROUP = "probe"
@@ -152,19 +161,21 @@ class LinearProbeOptions(TrainTestOptions):
     trust_coefficient: Annotated[float, Shown("R"), Field(gt=0, le=1e4)] = 1e-3
     """LARS; to be raised for small data sets"""
     augment: bool = False
-    """LARS: features of random crops and flips, new in each epoch, as in the papers; needs images and that many passes"""
+    """LARS: features of random crops and flips, new in each epoch, as in the papers; needs images
+    and that many passes"""
     num_folds: int = Field(5, ge=2, le=1000)
     """L-BFGS: of the cross-validation"""
     seed: Seed = 0
 
 
 class FewShotOptions(TrainTestOptions):
-    """Few-shot classification, not private: K examples per class, mean and 95 % interval over random splits.
+    """Few-shot classification, not private: K examples per class, mean over random splits.
 
-        python launch_scripts/evaluate.py few-shot --checkpoint runs/x --train shards:train/ --test shards:val/ \\
-            --shots 1 2 5 10
+        python launch_scripts/evaluate.py few-shot --checkpoint runs/x \\
+            --train shards:train/ --test shards:val/ --shots 1 2 5 10
 
-    The probe is DP-Cap's regression on frozen features. Fine-tuning is training: recipes/finetune_vit_base.toml.
+    The mean has a 95 % interval. The probe is DP-Cap's regression on frozen features. Fine-tuning
+    is training: recipes/finetune_vit_base.toml.
     """
 
     GROUP = "few-shot"
@@ -178,16 +189,19 @@ class FewShotOptions(TrainTestOptions):
 
 
 class PrivateHeadOptions(TrainTestOptions):
-    """A linear head trained with differential privacy on features of a frozen encoder, with a ledger of its own.
+    """A linear head trained with differential privacy on features of a frozen encoder.
 
-        python launch_scripts/evaluate.py private-head --checkpoint runs/x --train shards:train/ --test shards:val/ \\
-            --num_classes 100 --method dp-ls --target_epsilon 1 --output runs/x-heads
+        python launch_scripts/evaluate.py private-head --checkpoint runs/x \\
+            --train shards:train/ --test shards:val/ --num_classes 100 \\
+            --method dp-ls --target_epsilon 1 --output runs/x-heads
 
-    The guarantee covers the training images. What a private encoder spent is composed with the head, since it may have seen them
-    too; without a guarantee of the encoder, or from stored features, it holds given the encoder. The test accuracy is computed
-    without noise. Weights, ledger and head.json are in a folder of OUTPUT/private_heads (--heads). The joint epsilon of several
-    heads in there is printed, and belongs to public data or to a budget that has room for all of them.
-    Under a launcher the ranks share the images; the head is trained on rank 0, and the others return None.
+    The guarantee covers the training images. The charges of a private encoder are composed with
+    those of the head, since the encoder may have seen the images too; with an encoder without a
+    guarantee, or from stored features, the guarantee holds given the encoder. The test accuracy is
+    computed without noise. Weights, ledger and head.json are in a folder of OUTPUT/private_heads
+    (--heads). The command prints the joint epsilon of all heads in that folder: several heads need
+    public data, or a budget with room for all of them. Under a launcher ranks share the images;
+    rank 0 trains the head, and the others return None.
     """
 
     GROUP = "head"
@@ -214,13 +228,13 @@ class PrivateHeadOptions(TrainTestOptions):
 class DenseOptions(CheckpointOptions):
     """Segmentation or detection by a small head on token maps of the frozen encoder, not private.
 
-        python launch_scripts/evaluate.py dense --task segmentation --checkpoint runs/x --train ade20k:ADE/training \\
-            --test ade20k:ADE/validation --image_size 512
-        python launch_scripts/evaluate.py dense --task detection --checkpoint runs/x --train synthetic:1:400 \\
-            --test synthetic:2:100
+        python launch_scripts/evaluate.py dense --task segmentation --checkpoint runs/x \\
+            --train ade20k:ADE/training --test ade20k:ADE/validation --image_size 512
+        python launch_scripts/evaluate.py dense --task detection --checkpoint runs/x \\
+            --train synthetic:1:400 --test synthetic:2:100
 
-    Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own resolution. Detection and coco:
-    need the extra `evaluation`.
+    Whole pictures are squeezed to a square of --image_size pixels. Masks are scored at their own
+    resolution. Detection and coco: need the extra `evaluation`.
     """
 
     task: Literal["segmentation", "detection"]
@@ -239,14 +253,16 @@ class DenseOptions(CheckpointOptions):
 class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     """Zero-shot classification by caption likelihood.
 
-        python launch_scripts/evaluate.py zero-shot --checkpoint runs/x --data folder:imagenet/val --classes names.txt
+        python launch_scripts/evaluate.py zero-shot --checkpoint runs/x \\
+            --data folder:imagenet/val --classes names.txt
         python launch_scripts/evaluate.py zero-shot --checkpoint runs/x --synthetic_shapes 1000
 
-    Rules: `sum`, `mean` (per token, the published one) and `prior` (minus the log of the name's mean probability over
-    all images); see evaluation/zero_shot.py.
+    Rules: `sum`, `mean` (per token, the published one) and `prior` (minus the log of the name's
+    mean probability over all images); see evaluation/zero_shot.py.
     """
 
-    ONE_OF, DRAWN_WITHOUT = ("data", "synthetic_shapes"), "data"
+    ONE_OF = ("data", "synthetic_shapes")
+    DRAWN_WITHOUT = "data"
 
     data: Annotated[str | None, Shown("SOURCE")] = None
     """shards:PATTERN, folder:DIR or arrays:FILE.npz"""
@@ -259,7 +275,8 @@ class ZeroShotOptions(CheckpointOptions, LabelledOptions):
     classes: Annotated[Path | None, Shown("FILE")] = None
     """class names, one per line; default: the data's own"""
     template: Annotated[tuple[str, ...] | None, Shown("TEXT", is_repeated=True)] = None
-    """with {} for the name or {a} for it with a/an; may be repeated (default: evaluation/zero_shot.py)"""
+    """with {} for the name or {a} for it with a/an; may be repeated (default:
+    evaluation/zero_shot.py)"""
 
 
 class AroOptions(CheckpointOptions):
@@ -267,13 +284,16 @@ class AroOptions(CheckpointOptions):
 
         python launch_scripts/evaluate.py aro --checkpoint runs/x --images vg/images \\
             --test vg-relation:visual_genome_relation.json
-        python launch_scripts/evaluate.py aro --checkpoint runs/x --test order:coco_order.json --images coco
-        python launch_scripts/evaluate.py aro --checkpoint runs/x --synthetic shapes --synthetic_tests 500
+        python launch_scripts/evaluate.py aro --checkpoint runs/x \\
+            --test order:coco_order.json --images coco
+        python launch_scripts/evaluate.py aro --checkpoint runs/x \\
+            --synthetic shapes --synthetic_tests 500
 
-    File formats, and what the synthetic tests ask: evaluation/compositional.py.
+    evaluation/compositional.py has the file formats and the synthetic tests.
     """
 
-    ONE_OF, DRAWN_WITHOUT = ("test", "synthetic"), "test"
+    ONE_OF = ("test", "synthetic")
+    DRAWN_WITHOUT = "test"
 
     test: Annotated[str | None, Shown("FORMAT:FILE")] = None
     """vg-relation:, vg-attribution: or order: and a JSON file"""
@@ -294,12 +314,15 @@ class AroOptions(CheckpointOptions):
 
 
 class CaptionsOptions(CheckpointOptions, CaptionedOptions):
-    """Captions of images, folders or shards; with --metrics their BLEU, ROUGE-L and CIDEr against those that are there.
+    """Captions of images, folders or shards; with --metrics their BLEU, ROUGE-L and CIDEr.
 
-        python launch_scripts/evaluate.py captions --checkpoint runs/x --data folder:pictures --num_beams 4
-        python launch_scripts/evaluate.py captions --checkpoint runs/x --data shards:heldout/ --metrics --grid captions.png
+        python launch_scripts/evaluate.py captions --checkpoint runs/x \\
+            --data folder:pictures --num_beams 4
+        python launch_scripts/evaluate.py captions --checkpoint runs/x \\
+            --data shards:heldout/ --metrics --grid captions.png
 
-    Metrics need the extra `captions` and Java. The captions are in the record; --grid draws the first 24.
+    Metrics compare with the captions of the data, and need the extra `captions` and Java. The
+    record has all captions; --grid draws the first 24.
     """
 
     data: Source
@@ -321,11 +344,13 @@ class CaptionsOptions(CheckpointOptions, CaptionedOptions):
 
 @dataclass(frozen=True)
 class Command:
-    """
+    """A command of evaluate.py.
+
     Attributes:
         help: one line; the docstring of the options says more.
-        function: "module:name" of what takes the options and returns results.
-        uses_ranks: the command shares its work under a launcher, where all ranks but the first return None.
+        function: "module:name" of the function that takes the options and returns results.
+        uses_ranks: the command shares its work under a launcher, where all ranks but the first
+            return None.
     """
 
     name: str
@@ -335,7 +360,10 @@ class Command:
     uses_ranks: bool = False
 
     def run(self, options: CommandOptions) -> Any:
-        """The `evaluation.results.Results` of the command, whose module is imported here and not before."""
+        """Runs the command and returns its `evaluation.results.Results`.
+
+        Imports the command's module only here, so that --help is quick.
+        """
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(module), name)(options)
 

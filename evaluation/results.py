@@ -1,8 +1,9 @@
-"""What an evaluation found, and how much of it may be said: a table, one JSON record, TensorBoard.
+"""Results of an evaluation, as a table, one JSON record and TensorBoard.
 
-Accuracies, scores and losses are computed from the evaluation data without noise, so no number here has a formal guarantee.
-They count as public only where the user declares the data public; otherwise record and TensorBoard go to `private/` (contract
-12). Weights that a command did train with differential privacy are listed apart, each with the ledger that proves its epsilon.
+Accuracies, scores and losses are computed from the evaluation data without noise, so no number here
+has a formal guarantee. They are public only where the user declares the data public; otherwise
+record and TensorBoard go to `private/` (contract 12). Weights that a command trained with
+differential privacy are listed apart, each with the ledger that proves its epsilon.
 """
 
 import hashlib
@@ -31,13 +32,13 @@ WITHOUT_NOISE = "the numbers are computed from the evaluation data without noise
 
 @dataclass(frozen=True)
 class DataUse:
-    """A data set that was looked at.
+    """A data set that an evaluation read.
 
     Attributes:
-        role: what for: "train", "test", "images", ...
-        name: where it is, for people.
-        num_examples: how many of it were used.
-        num_undecodable: how many were left out because their bytes are no image.
+        role: "train", "test", "images", ...
+        name: its place, for people.
+        num_examples: the number of used examples.
+        num_undecodable: the number of examples that were left out because their bytes are no image.
     """
 
     role: str
@@ -48,17 +49,17 @@ class DataUse:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The evaluated model, and what is proven of the privacy of its own training data.
+    """The evaluated model, and the proven facts about the privacy of its training data.
 
     Attributes:
         path: of the checkpoint.
         step: of training.
-        formal_guarantee: True only where a whole ledger in the checkpoint's run folder proves it; what a manifest says is no
-            proof.
-        attested: whether there is such a ledger, whatever it says.
-        epsilon, delta: that its weights carry as far as its run's ledger goes, the private runs that it started from included;
-            None without a guarantee.
-        reasons: why there is none.
+        formal_guarantee: True only where a whole ledger in the checkpoint's run folder proves it; a
+            manifest proves nothing.
+        attested: True where there is such a ledger, with or without a guarantee.
+        epsilon, delta: of all charges in its run's ledger and of the private runs that it started
+            from; None without a guarantee.
+        reasons: why it has no guarantee.
     """
 
     path: str
@@ -71,12 +72,14 @@ class ModelFacts:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "ModelFacts":
-        """The facts of an opened model (`trainer.weights.open_model`).
+        """Returns the facts about an opened model (`trainer.weights.open_model`).
 
         Raises:
-            PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder, or one behind it, is broken or contradicts it.
+            PrivacyStateRefused, PrivacyConfigError: the ledger in its run folder, or a parent
+                ledger, is broken or contradicts the checkpoint.
         """
-        proof, step = proof_of(path, manifest), int(manifest.get("step") or 0)
+        proof = proof_of(path, manifest)
+        step = int(manifest.get("step") or 0)
         if proof.state is None:
             reasons = (f"not attested: {proof.reason}", *(manifest.get("reasons") or ()))
             return cls(str(path), step, reasons=reasons)
@@ -84,30 +87,39 @@ class ModelFacts:
         if not plan.formal_guarantee:
             return cls(str(path), step, attested=True, reasons=plan.reasons)
         claim = claim_of(path.resolve().parent.parent, proof.state)
-        assert claim is not None  # the plan makes one
+        assert claim is not None, "a plan with a guarantee makes a claim"
+        epsilon, delta = claim
         return cls(
-            str(path), step, True, True, claim[0] if math.isfinite(claim[0]) else None, claim[1]
+            str(path),
+            step,
+            formal_guarantee=True,
+            attested=True,
+            epsilon=epsilon if math.isfinite(epsilon) else None,
+            delta=delta,
         )
 
     def statement(self) -> str:
-        """One line for people."""
+        """Returns one line for people."""
         if not self.formal_guarantee:
             return f"the evaluated model has no formal guarantee: {'; '.join(self.reasons)}"
         epsilon = (
             "no finite epsilon" if self.epsilon is None else f"epsilon {rounded_up(self.epsilon)}"
         )
-        return f"the evaluated model, for its own training data: {epsilon} at delta {self.delta:.3g}, from its ledger"
+        return (
+            f"the evaluated model, for its own training data: {epsilon} at delta {self.delta:.3g}, "
+            "from its ledger"
+        )
 
 
 @dataclass(frozen=True)
 class PrivateRelease:
-    """Something that a command released with differential privacy.
+    """A release that a command made with differential privacy.
 
     Attributes:
-        what: e.g. "weights of a dp-ls head".
+        what: e.g. "weights of a dp-ls head"; a field of the record.
         ledger: the file from which epsilon comes.
         epsilon, delta: of this release alone.
-        covers: which examples are protected; others (the encoder's training data) are not.
+        covers: the protected examples; others (the encoder's training data) are not protected.
     """
 
     what: str
@@ -119,16 +131,16 @@ class PrivateRelease:
 
 @dataclass(frozen=True)
 class Results:
-    """What a command of `evaluation.options` returns.
+    """The results that a command of `evaluation.options` returns.
 
     Attributes:
         name: of the command.
-        scalars: the numbers that matter; names like "accuracy_last". They go to TensorBoard too.
-        data: every data set that they were computed from.
+        scalars: the main numbers, with names like "accuracy_last"; TensorBoard shows them too.
+        data: every data set behind the scalars.
         model: the evaluated model, if it came from a checkpoint.
-        table: rows for people, one dictionary of column -> value each; the scalars if there are none.
+        table: rows for people, a dictionary of column -> value each; empty for the scalars.
         details: further JSON values.
-        released: what was trained with differential privacy.
+        released: releases with differential privacy.
         notes: sentences that belong to the numbers; printed under the table.
     """
 
@@ -150,11 +162,12 @@ def publish(
     as_json: bool,
     arguments: Sequence[str],
 ) -> None:
-    """Writes the record where it belongs, and prints it: one JSON object, or a table.
+    """Writes the record into its folder, and prints it as one JSON object or a table.
 
-    Numbers that are not finite become None. OUTPUT/evaluation, or OUTPUT/private/evaluation for data that nobody declared
-    public, gets NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard; the same
-    command again replaces its own file.
+    Numbers that are not finite become None. The folder OUTPUT/evaluation, or
+    OUTPUT/private/evaluation for data that were not declared public, gets
+    NAME-STEP-ARGUMENTS.json, metrics.jsonl and TensorBoard. The same command again replaces its
+    file.
 
     Args:
         output: the run folder, or any other; None writes nothing.
@@ -173,52 +186,56 @@ def publish(
         "data": [asdict(use) for use in results.data],
         "model": None if results.model is None else asdict(results.model),
         "released_with_differential_privacy": [asdict(release) for release in results.released],
-        **(
-            {} if data_is_public else {"arguments": list(arguments)}
-        ),  # the file of public results is public
-        **{name: facts[name] for name in ("commit", "modified", "packages")},
-        "date_utc": datetime.now(UTC)
-        .date()
-        .isoformat(),  # a finer clock would tell how long training took before
     }
+    # Arguments may name private files, and the file of public results is public.
+    if not data_is_public:
+        record["arguments"] = list(arguments)
+    for name in ("commit", "modified", "packages"):
+        record[name] = facts[name]
+    # A finer clock would reveal how long the training before it took.
+    record["date_utc"] = datetime.now(UTC).date().isoformat()
     path = None
     if output is not None:
-        private, step = output / "private", results.model.step if results.model else 0
+        private = output / "private"
+        step = results.model.step if results.model else 0
         if not data_is_public:
             private.mkdir(mode=0o700, parents=True, exist_ok=True)
             private.chmod(0o700)
         folder = (output if data_is_public else private) / "evaluation"
         folder.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256(json.dumps(list(arguments)).encode()).hexdigest()[:8]
+        command_line = json.dumps(list(arguments))
+        digest = hashlib.sha256(command_line.encode()).hexdigest()[:8]
         path = folder / f"{results.name}-step-{step:08d}-{digest}.json"
         text = json.dumps(record, indent=1, allow_nan=False) + "\n"
         write_durably(path, without_folders(text) if data_is_public else text)
-        scalars = {
-            f"{results.name}/{name}": value
-            for name, value in record["scalars"].items()
-            if value is not None
-        }
+        scalars: dict[str, float] = {}
+        for name, scalar in record["scalars"].items():
+            if scalar is not None:
+                scalars[f"{results.name}/{name}"] = scalar
         if data_is_public:
-            public = PublicMetrics(folder)
-            public.scalars(
-                step, {name: Public(value, Reason.DECLARED) for name, value in scalars.items()}
+            public_metrics = PublicMetrics(folder)
+            public_metrics.scalars(
+                step, {name: Public(scalar, Reason.DECLARED) for name, scalar in scalars.items()}
             )
-            public.close()
+            public_metrics.close()
         else:
-            own = PrivateMetrics(folder)
-            own.scalars(step, {name: Private(value) for name, value in scalars.items()})
-            own.close()
+            private_metrics = PrivateMetrics(folder)
+            private_metrics.scalars(
+                step, {name: Private(scalar) for name, scalar in scalars.items()}
+            )
+            private_metrics.close()
     if as_json:
         say(json.dumps(record, allow_nan=False))
     else:
         _print_table(results)
-    used = ", ".join(f"{use.num_examples} {use.role}" for use in results.data)
-    declared = "declared public" if data_is_public else "not declared public (--data_is_public)"
+    counts = ", ".join(f"{use.num_examples} {use.role}" for use in results.data)
+    declaration = "declared public" if data_is_public else "not declared public (--data_is_public)"
     lines = [f"note: {note}" for note in results.notes]
-    lines.append(f"not private: {WITHOUT_NOISE} ({used}), {declared}")
+    lines.append(f"not private: {WITHOUT_NOISE} ({counts}), {declaration}")
     for release in results.released:
+        epsilon = rounded_up(release.epsilon)
         lines.append(
-            f"private: {release.what}, epsilon {rounded_up(release.epsilon)} at delta {release.delta:.3g} for "
+            f"private: {release.what}, epsilon {epsilon} at delta {release.delta:.3g} for "
             f"{release.covers} ({release.ledger})"
         )
     if results.model is not None:
@@ -232,20 +249,20 @@ def _print_table(results: Results) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    rows = results.table or [{"": name, "value": value} for name, value in results.scalars.items()]
+    rows = results.table
+    if not rows:
+        rows = [{"": name, "value": scalar} for name, scalar in results.scalars.items()]
     table = Table(title=results.name)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in columns:
-        table.add_column(
-            Text(printable(name)),
-            justify="right" if any(isinstance(row.get(name), float) for row in rows) else "left",
-        )
+        has_numbers = any(isinstance(row.get(name), float) for row in rows)
+        table.add_column(Text(printable(name)), justify="right" if has_numbers else "left")
     for row in rows:
         cells = []
-        for value in map(row.get, columns):
-            is_empty = value is None or (isinstance(value, float) and math.isnan(value))
-            cells.append(
-                "" if is_empty else f"{value:.4f}" if isinstance(value, float) else str(value)
-            )
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        for cell in map(row.get, columns):
+            text = "" if cell is None else str(cell)
+            if isinstance(cell, float):
+                text = "" if math.isnan(cell) else f"{cell:.4f}"
+            cells.append(Text(printable(text)))
+        table.add_row(*cells)
     Console().print(table)

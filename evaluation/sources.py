@@ -1,10 +1,12 @@
-"""Images from wherever they lie, with labels or with captions: encoded bytes by number, and batches of them, decoded.
+"""Sources of images with labels or captions: encoded bytes by number, and decoded batches.
 
-                                 with labels                          with captions
-shards:train-{000..012}.tar      member `.cls` or a field of `.json`  text members, or a field of `.json`
-folder:imagenet/val              one folder per class, by name        all images below; lines of `x.txt` beside `x.jpg`
-arrays:digits.npz                `images` and `labels`                -
-images:a.jpg,b.png               -                                    these files
+                             with labels                    with captions
+shards:train-{000..012}.tar  member `.cls`, or a field of   text members, or a field of `.json`
+                             `.json`
+folder:imagenet/val          one folder per class, by name  all images below; lines of `x.txt`
+                                                            beside `x.jpg`
+arrays:digits.npz            `images` and `labels`          -
+images:a.jpg,b.png           -                              these files
 """
 
 import contextlib
@@ -42,12 +44,13 @@ _MOST_CLASSES = 10**9
 
 
 class Example(NamedTuple):
-    """
+    """An example of a source.
+
     Attributes:
         image: encoded bytes, or None.
         label: 0, 1, ...; None where the example has no such label.
         captions: references; may be empty.
-        name: what people read.
+        name: for people.
     """
 
     image: bytes | None
@@ -57,15 +60,19 @@ class Example(NamedTuple):
 
 
 class Shards:
-    """Webdataset shards with a tar index; identified by the hashes of the shards."""
+    """Webdataset shards with a tar index, identified by their hashes."""
 
     class_names: tuple[str, ...] = ()
 
     def __init__(self, name: str, table: ExampleTable, options: ImageOptions) -> None:
-        self.name, self._table, self._options, self._reader = name, table, options, TarReader(table)
+        self.name = name
+        self._table = table
+        self._options = options
+        self._reader = TarReader(table)
         self.is_labelled = isinstance(options, LabelledOptions)
 
     def identity(self) -> str:
+        """Returns hash and label field, by which a cache is named."""
         field = self._options.label_field if isinstance(self._options, LabelledOptions) else ""
         return f"shards {self._table.manifest_digest().hex()} {field}"
 
@@ -73,7 +80,8 @@ class Shards:
         return len(self._table)
 
     def read(self, ids: Sequence[int]) -> list[Example]:
-        found = []
+        """Returns the examples with these numbers."""
+        examples = []
         for i, raw in zip(ids, self._reader.read_all(list(ids)), strict=True):
             label: int | None = None
             captions: tuple[str, ...] = ()
@@ -82,19 +90,20 @@ class Shards:
                 with contextlib.suppress(DecodeError):
                     label = read_label(raw, _MOST_CLASSES, None if field == "cls" else field)
             elif isinstance(self._options, CaptionedOptions):
-                captions = tuple(
-                    text for text in raw.captions(self._options.caption_field) if text.strip()
-                )
-            found.append(Example(raw.image, label, captions, f"{self.name} #{i}"))
-        return found
+                texts = raw.captions(self._options.caption_field)
+                captions = tuple(text for text in texts if text.strip())
+            examples.append(Example(raw.image, label, captions, f"{self.name} #{i}"))
+        return examples
 
 
 @dataclass(frozen=True)
 class Files:
-    """Image files below a folder, with labels or with captions beside them; identified by place, names, sizes and times.
+    """Image files below a folder, with labels or with captions beside them.
+
+    The path of the folder, and names, sizes and times of the files, identify them.
 
     Attributes:
-        labels: one for each file; none where captions are read.
+        labels: one for each file; empty where captions are read.
     """
 
     name: str
@@ -105,22 +114,24 @@ class Files:
 
     @property
     def is_labelled(self) -> bool:
+        """Returns whether an example without a label is unusable."""
         return bool(self.labels)
 
     def identity(self) -> str:
+        """Returns a hash, by which a cache is named."""
         digest = hashlib.sha256(str(self.root.resolve()).encode("utf-8", "surrogateescape"))
         for name in self.files:
             status = (self.root / name).stat()
-            digest.update(
-                f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogatepass")
-            )
+            line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n"
+            digest.update(line.encode("utf-8", "surrogatepass"))
         return f"folder {digest.hexdigest()}"
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, ids: Sequence[int]) -> list[Example]:
-        found = []
+        """Returns the examples with these numbers."""
+        examples = []
         for i in ids:
             path = self.root / self.files[i]
             lines: list[str] = []
@@ -128,12 +139,12 @@ class Files:
                 text = bytes_of(path.with_suffix(".txt")).decode("utf-8", "replace")
                 lines = [line.strip() for line in text.splitlines() if line.strip()]
             label = self.labels[i] if self.labels else None
-            found.append(Example(bytes_of(path), label, tuple(lines), str(path)))
-        return found
+            examples.append(Example(bytes_of(path), label, tuple(lines), str(path)))
+        return examples
 
 
 class Arrays:
-    """Images in memory. They are encoded without loss, so that they take the same way as every other image."""
+    """Images in memory, encoded without loss, so that they pass the transforms of all images."""
 
     is_labelled = True
 
@@ -148,19 +159,24 @@ class Arrays:
         Raises:
             DataError: other shapes or types.
         """
-        fits = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
-        if images.dtype != np.uint8 or not fits or not len(images):
+        has_image_shape = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
+        if images.dtype != np.uint8 or not has_image_shape or not len(images):
             raise DataError(
-                f"{name}: images must be uint8 (N, H, W) or (N, H, W, 3), not {images.dtype} {images.shape}"
+                f"{name}: images must be uint8 (N, H, W) or (N, H, W, 3), "
+                f"not {images.dtype} {images.shape}"
             )
         if labels_N.shape != (len(images),) or not np.issubdtype(labels_N.dtype, np.integer):
             raise DataError(
-                f"{name}: labels must be {len(images)} integers, not {labels_N.dtype} {labels_N.shape}"
+                f"{name}: labels must be {len(images)} integers, "
+                f"not {labels_N.dtype} {labels_N.shape}"
             )
-        self.name, self._images, self._labels_N = name, images, labels_N
+        self.name = name
+        self._images = images
+        self._labels_N = labels_N
         self.class_names = tuple(class_names)
 
     def identity(self) -> str:
+        """Returns a hash of images and labels, by which a cache is named."""
         content = hashlib.sha256(self._images.tobytes())
         content.update(self._labels_N.astype(np.int64).tobytes())
         return f"arrays {self._images.shape} {content.hexdigest()}"
@@ -169,6 +185,7 @@ class Arrays:
         return len(self._images)
 
     def read(self, ids: Sequence[int]) -> list[Example]:
+        """Returns the examples with these numbers; a negative label counts as none."""
         labels = [int(label) if label >= 0 else None for label in self._labels_N[list(ids)]]
         return [
             Example(encode_png(self._images[i]), label)
@@ -177,82 +194,81 @@ class Arrays:
 
 
 Source = Shards | Files | Arrays
-"""A source has a `name` for people, `class_names` (empty where it does not know them), says by `is_labelled` whether an example
-without a label is of no use and by `identity()` when the data change (part of a cache's name), and reads examples by number. It
-can be pickled, so that worker processes can read it."""
+"""A source reads examples by number. It has a `name` for people and `class_names` (empty where it
+does not know them); `is_labelled` means that an example without a label is unusable, and
+`identity()` changes with the data. It can be pickled, so that worker processes can read it."""
 
 
 def open_source(text: str, options: ImageOptions) -> Source:
-    """The source that a command line names; see the module. Collective under a launcher.
+    """Opens the source that a command line names; see the module. Collective under a launcher.
 
     Args:
         options: labels are read for LabelledOptions, captions for CaptionedOptions.
 
     Raises:
-        DataError: an unknown kind, or nothing there.
+        DataError: an unknown kind, or no such files.
         ReadError: remote shards cannot be read.
     """
-    kind, _, where = text.partition(":")
-    path, wants_labels = Path(where).expanduser(), isinstance(options, LabelledOptions)
-    if kind == "shards" and where:
-        if dist.is_initialized():  # rank 0 makes the index of shards, the others find it
-            table = first_on_main(lambda: shard_table(where, options.cache_folder))
+    kind, _, location = text.partition(":")
+    path = Path(location).expanduser()
+    wants_labels = isinstance(options, LabelledOptions)
+    if kind == "shards" and location:
+        # Rank 0 writes the index of shards, and the other ranks read it.
+        if dist.is_initialized():
+            table = first_on_main(lambda: shard_table(location, options.cache_folder))
         else:
-            table = shard_table(where, options.cache_folder)
+            table = shard_table(location, options.cache_folder)
         return Shards(text, table, options)
-    if kind == "folder" and where:
+    if kind == "folder" and location:
         if not path.is_dir():
             raise DataError(f"{path} is no folder")
-        names = (
-            tuple(sorted(one.name for one in path.iterdir() if one.is_dir()))
-            if wants_labels
-            else ("",)
-        )
-        entries = [
-            (entry, label)
-            for label, name in enumerate(names)
-            for entry in sorted((path / name).rglob("*"))
-        ]
-        files = [
-            (entry.relative_to(path).as_posix(), label)
-            for entry, label in entries
-            if entry.suffix.lower() in IMAGE_SUFFIXES
-        ]
-        linked = [entry for entry, _ in entries if entry.is_symlink() and entry.is_dir()]
-        if linked and rank() == 0:
+        class_names: tuple[str, ...] = ()
+        folders = [path]
+        if wants_labels:
+            class_names = tuple(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
+            folders = [path / name for name in class_names]
+        files: list[str] = []
+        labels: list[int] = []
+        links: list[Path] = []
+        for label, folder in enumerate(folders):
+            for entry in sorted(folder.rglob("*")):
+                if entry.suffix.lower() in IMAGE_SUFFIXES:
+                    files.append(entry.relative_to(path).as_posix())
+                    labels.append(label)
+                if entry.is_symlink() and entry.is_dir():
+                    links.append(entry)
+        if links and rank() == 0:
             say(
-                f"{text}: {len(linked)} linked folders are not followed, the first {linked[0]}",
+                f"{text}: {len(links)} linked folders are not followed, the first {links[0]}",
                 file=sys.stderr,
             )
         if not files:
-            raise DataError(
-                f"{path} holds no {'folders with images; one per class is needed' if wants_labels else 'images'}"
-            )
-        labels = tuple(label for _, label in files) if wants_labels else ()
-        return Files(
-            text, path, tuple(name for name, _ in files), labels, names if wants_labels else ()
-        )
-    if kind == "arrays" and where and wants_labels:
+            content = "folders with images; one per class is needed" if wants_labels else "images"
+            raise DataError(f"{path} holds no {content}")
+        return Files(text, path, tuple(files), tuple(labels) if wants_labels else (), class_names)
+    if kind == "arrays" and location and wants_labels:
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                return Arrays(text, stored["images"], stored["labels"])
+            with np.load(path, allow_pickle=False) as arrays:
+                return Arrays(text, arrays["images"], arrays["labels"])
         except (OSError, KeyError, ValueError) as error:
+            # A DataError is a ValueError, and has its own message.
             if isinstance(error, DataError):
                 raise
             raise DataError(
                 f"{path} is no .npz file with `images` and `labels`: {error}"
             ) from error
-    if kind == "images" and where and not wants_labels:
-        given = [Path(part).expanduser() for part in where.split(",")]
-        if missing := [one for one in given if not one.is_file()]:
-            raise DataError(f"there is no file {missing[0]}")
-        return Files(text, Path(), tuple(map(str, given)))
-    last = "arrays:FILE.npz" if wants_labels else "images:FILE,..."
-    raise DataError(f"{text!r} does not say what it is; write shards:PATTERN, folder:DIR or {last}")
+    if kind == "images" and location and not wants_labels:
+        paths = [Path(part).expanduser() for part in location.split(",")]
+        for image_path in paths:
+            if not image_path.is_file():
+                raise DataError(f"there is no file {image_path}")
+        return Files(text, Path(), tuple(map(str, paths)))
+    last_kind = "arrays:FILE.npz" if wants_labels else "images:FILE,..."
+    raise DataError(f"{text!r} names no source; write shards:PATTERN, folder:DIR or {last_kind}")
 
 
 def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
-    """The index in the cache, which is made or brought up to date where it does not fit.
+    """Returns the index of shards, from the cache where it is up to date.
 
     Raises:
         DataError: there is no cache; or the shards are refused, or one of them is named twice.
@@ -263,9 +279,8 @@ def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
         say(f"{pattern}: {line}", file=sys.stderr)
     if cache is None:
         raise DataError(f"shards at {shards.root} need a folder for their index: give --cache")
-    folder = (
-        cache / f"index-{hashlib.sha256(' '.join(shards.locations()).encode()).hexdigest()[:16]}"
-    )
+    locations = " ".join(shards.locations())
+    folder = cache / f"index-{hashlib.sha256(locations.encode()).hexdigest()[:16]}"
     try:
         table = ExampleTable.open(folder, shards.root)
     except DataError:
@@ -276,19 +291,21 @@ def shard_table(pattern: str, cache: Path | None) -> ExampleTable:
 
 
 class Augmentation(NamedTuple):
-    """Random crops and flips, by a key of each image's own in each epoch."""
+    """Random crops and flips, with a key for each image and epoch."""
 
     seed: int
     epoch: int
 
     def key(self, row: int) -> int:
+        """Returns the 64-bit key of an image."""
         return int(np.random.SeedSequence([*self, row]).generate_state(1, np.uint64)[0])
 
 
 class Decoded(NamedTuple):
-    """
+    """A batch of decoded images.
+
     Attributes:
-        images_BCHW: normalised; black where an example is of no use.
+        images_BCHW: normalised; black where an example is unusable.
         examples: as read, without their bytes.
         is_usable_B: whether the image can be decoded, and has a label where labels are read.
     """
@@ -299,17 +316,20 @@ class Decoded(NamedTuple):
 
     @property
     def labels_B(self) -> np.ndarray:
-        """int64; 0 for examples of no use."""
-        labels = [
-            (e.label or 0) if ok else 0
-            for e, ok in zip(self.examples, self.is_usable_B, strict=True)
-        ]
-        return np.array(labels, dtype=np.int64)
+        """Returns int64 labels; 0 for unusable examples."""
+        labels_B = np.zeros(len(self.examples), dtype=np.int64)
+        for row, example in enumerate(self.examples):
+            if self.is_usable_B[row] and example.label is not None:
+                labels_B[row] = example.label
+        return labels_B
 
 
 @dataclass
 class _Batches(Dataset):
-    """Number of a batch -> decoded images, in a worker. Errors that name an exit code come back as `Failure`."""
+    """Maps the number of a batch to decoded images, in a worker process.
+
+    Errors that name an exit code come back as `Failure`.
+    """
 
     source: Source
     rows: Sequence[int]
@@ -323,11 +343,10 @@ class _Batches(Dataset):
 
     def __getitem__(self, number: int) -> Decoded | Failure:
         ids = self.rows[number * self.batch_size : (number + 1) * self.batch_size]
-        size, edge = self.image_size, (self.resize - self.image_size) // 2
-        images, usable = (
-            np.zeros((len(ids), 3, size, size), dtype=np.float32),
-            np.zeros(len(ids), dtype=bool),
-        )
+        size = self.image_size
+        edge = (self.resize - size) // 2
+        images = np.zeros((len(ids), 3, size, size), dtype=np.float32)
+        is_usable_B = np.zeros(len(ids), dtype=bool)
         examples: list[Example] = []
         try:
             for row, example in enumerate(self.source.read(ids)):
@@ -336,18 +355,17 @@ class _Batches(Dataset):
                     continue
                 try:
                     if self.augmentation is not None:
-                        images[row] = train_image(
-                            example.image, size, self.augmentation.key(ids[row])
-                        )
+                        key = self.augmentation.key(ids[row])
+                        images[row] = train_image(example.image, size, key)
                     else:
-                        whole_CHW = eval_image(example.image, self.resize)
-                        images[row] = whole_CHW[:, edge : edge + size, edge : edge + size]
+                        resized_CHW = eval_image(example.image, self.resize)
+                        images[row] = resized_CHW[:, edge : edge + size, edge : edge + size]
                 except DecodeError:
                     continue
-                usable[row] = True
+                is_usable_B[row] = True
         except (ReadError, DataError) as error:
             return Failure(type(error), str(error))
-        return Decoded(torch.from_numpy(images), examples, usable)
+        return Decoded(torch.from_numpy(images), examples, is_usable_B)
 
 
 def decoded_batches(
@@ -360,64 +378,71 @@ def decoded_batches(
     resize: int | None = None,
     augmentation: Augmentation | None = None,
 ) -> Iterator[Decoded]:
-    """Normalised images (B, 3, S, S), in order.
+    """Yields batches of normalised images (B, 3, S, S), in order.
 
     Args:
         image_size: S.
-        resize: to how many pixels the shorter side is brought before the centre is cut out (256 for 224 in the papers); None is
-            `image_size`, which cuts nothing off a square. Not looked at where images are augmented.
+        resize: pixels of the shorter side before the centre is cut out (256 for 224 in the papers);
+            None is `image_size`, which cuts nothing off a square. Ignored for augmented images.
 
     Raises:
         ReadError, DataError: of the source.
     """
     dataset = _Batches(source, rows, batch_size, image_size, resize or image_size, augmentation)
     loader = data_loader(dataset, None, num_workers, None, False)
-    shows = not dist.is_initialized() or dist.get_rank() == 0
-    shows = shows and augmentation is None  # whoever trains on these shows the epochs
-    for batch in track(
-        loader, f"batches of {source.name}", math.ceil(len(rows) / batch_size), shows=shows
-    ):
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    # Training on augmented images shows its epochs instead.
+    shows = is_main and augmentation is None
+    num_batches = math.ceil(len(rows) / batch_size)
+    for batch in track(loader, f"batches of {source.name}", num_batches, shows=shows):
         if isinstance(batch, Failure):
             raise batch.kind(batch.message)
         yield batch
 
 
 def whole_image(
-    data: bytes, side: int, box: tuple[float, float, float, float] | None = None
+    encoded_image: bytes, side: int, box: tuple[float, float, float, float] | None = None
 ) -> tuple[np.ndarray, tuple[int, int]]:
-    """The whole picture, squeezed to a square and normalised as in training, (3, S, S); and its own (width, height).
+    """Returns the whole picture as a normalised square (3, S, S), and its original (width, height).
+
+    The picture is squeezed, not cut.
 
     Args:
-        box: left, top, right, bottom in pixels of the part that is meant.
+        side: S.
+        box: left, top, right, bottom in pixels of a part, which is squeezed instead.
 
     Raises:
         DecodeError: no usable picture, or an empty box.
     """
-    size: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
 
     def squeeze(image: Image.Image) -> Image.Image:
-        size.append(image.size)
+        sizes.append(image.size)
         part = to_rgb(image)
         if box is not None:
-            left, top, right, bottom = (round(edge) for edge in box)
-            part = part.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+            x_min, y_min, x_max, y_max = (round(edge) for edge in box)
+            # A thin box covers one pixel at least.
+            x_max = max(x_max, x_min + 1)
+            y_max = max(y_max, y_min + 1)
+            part = part.crop((x_min, y_min, x_max, y_max))
         return part.resize((side, side), Image.Resampling.BICUBIC)
 
     if box is not None and not (box[0] < box[2] and box[1] < box[3]):
         raise DecodeError("the box is empty")
-    square = decode(data, squeeze)
-    return eval_image(encode_png(np.asarray(square)), side), size[0]
+    square = decode(encoded_image, squeeze)
+    return eval_image(encode_png(np.asarray(square)), side), sizes[0]
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """Lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
+    """Returns lossless bytes of a uint8 image, (H, W) or (H, W, 3)."""
     return encode_image(Image.fromarray(image), "png", compress_level=1)
 
 
 def bytes_of(path: Path) -> bytes:
-    """
+    """Returns the content of a file.
+
     Raises:
-        ReadError: it cannot be read.
+        ReadError: the file cannot be read.
     """
     try:
         return path.read_bytes()

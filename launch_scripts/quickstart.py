@@ -158,7 +158,7 @@ def _shown(path: Path) -> str:
 
 def _captions_right(run_dir: Path) -> float | None:
     """The share of public held-out pictures that the model describes as the truth does; writes the sheet."""
-    from evaluation.captions import captions, says
+    from evaluation.captions import captions, equal_words
     from evaluation.options import CaptionsOptions
     from trainer.config.recipe import load_config
 
@@ -177,7 +177,7 @@ def _captions_right(run_dir: Path) -> float | None:
         grid=sheet,
     )
     rows = [row for row in captions(options).details["captions"] if "references" in row]
-    right = sum(says(row["caption"], row["references"][0]) for row in rows) / len(rows)
+    right = sum(equal_words(row["caption"], row["references"][0]) for row in rows) / len(rows)
     print(
         f"{right:.1%} of {len(rows):,} captions are exactly right; with their pictures:\n  {_shown(sheet)}"
     )

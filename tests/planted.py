@@ -171,8 +171,8 @@ MISTAKES = [
     Mistake(
         "zero-shot classification divides a caption's log-probability by the longest caption",
         "evaluation/zero_shot.py",
-        "(log_probs_NC, log_probs_NC / lengths_C)",
-        "(log_probs_NC, log_probs_NC / lengths_C.max())",
+        "(log_probs_NC / lengths_C).unflatten",
+        "(log_probs_NC / lengths_C.max()).unflatten",
         "tests/evaluation/test_zero_shot.py",
     ),
 ]

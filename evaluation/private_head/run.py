@@ -1,6 +1,7 @@
-"""The command `private-head`: one head, from features to weights, with a ledger of its own, and what all heads of a folder cost.
+"""The command `private-head`: trains one head on frozen features, with a ledger of its own.
 
-The plan is charged before any noise is drawn.
+The ledger charges the plan before any noise is drawn. `joint_cost_of` composes the charges of all
+heads in a folder.
 """
 
 import hashlib
@@ -50,7 +51,8 @@ from trainer.errors import ConfigError
 from trainer.weights.start import ledgers_of
 
 WHITENING_FLOOR = 1e-3
-"""Added to a variance, relative to the largest one: directions in which public pictures hardly vary are not blown up."""
+"""Is added to every variance, as a part of the largest one: without it, whitening would magnify the
+directions in which public pictures hardly vary."""
 GIVEN_FEATURES = (
     "the training examples, given what made the features of each from that example alone"
 )
@@ -58,7 +60,10 @@ GIVEN_FEATURES = (
 
 @dataclass(frozen=True)
 class HeadResult:
-    """Weights (L, D) float64, and what they carry, a private encoder's charges included; epsilon is None without a claim."""
+    """Holds weights (L, D) float64, and the epsilon and delta that they carry.
+
+    A private encoder's charges are included. epsilon is None without a claim.
+    """
 
     weights_LD: np.ndarray
     epsilon: float | None
@@ -66,10 +71,16 @@ class HeadResult:
 
 
 class Whitening(NamedTuple):
-    """x -> (x - centre) matrix, after which features of public pictures have mean 0 and nearly equal variances in all directions.
+    """The map x -> (x - centre) matrix, which whitens the features of public pictures.
 
-    Features of an encoder are mostly their common mean, and vary most in a few directions. Clipping and noise go by their
-    length, which tells no classes apart. Only public pictures may say what mean and directions are.
+    After it their mean is 0 and their variances are nearly equal in all directions. An encoder's
+    features are mostly their common mean, and vary most in a few directions. Clipping and noise
+    follow a feature's length, to which those parts contribute most, and which tells no classes
+    apart. Mean and directions come from public pictures only, because they get no noise.
+
+    Attributes:
+        name: of the public pictures.
+        digest: SHA-256 of their features.
     """
 
     name: str
@@ -79,45 +90,53 @@ class Whitening(NamedTuple):
 
     @classmethod
     def of(cls, public: Features) -> "Whitening":
-        """
+        """Returns the whitening that features of public pictures determine.
+
         Raises:
             DataError: fewer than two usable pictures, or all are alike.
         """
-        x_ND = public.values_ND[
-            public.is_usable_N & np.isfinite(public.values_ND).all(axis=1)
-        ].astype(np.float64)
+        is_finite_N = np.isfinite(public.values_ND).all(axis=1)
+        x_ND = public.values_ND[public.is_usable_N & is_finite_N].astype(np.float64)
         if not x_ND.size:
             raise DataError(f"{public.name}: no picture can be used to whiten features on")
-        values_D, vectors_DD = np.linalg.eigh(np.atleast_2d(np.cov(x_ND, rowvar=False, bias=True)))
-        if not values_D[-1] > 0:
+        covariance_DD = np.atleast_2d(np.cov(x_ND, rowvar=False, bias=True))
+        eigenvalues_D, eigenvectors_DD = np.linalg.eigh(covariance_DD)
+        if not eigenvalues_D[-1] > 0:
             raise DataError(
-                f"{public.name}: all usable pictures have equal features; whitening takes different ones"
+                f"{public.name}: all usable pictures have equal features; "
+                "whitening takes different ones"
             )
-        scale_D = np.sqrt(values_D + WHITENING_FLOOR * values_D[-1])
+        scale_D = np.sqrt(eigenvalues_D + WHITENING_FLOOR * eigenvalues_D[-1])
+        matrix_DD = eigenvectors_DD / scale_D @ eigenvectors_DD.T
         digest = hashlib.sha256(x_ND.tobytes()).hexdigest()
-        return cls(public.name, digest, x_ND.mean(axis=0), vectors_DD / scale_D @ vectors_DD.T)
+        return cls(public.name, digest, x_ND.mean(axis=0), matrix_DD)
 
     def apply(self, x_ND: np.ndarray) -> None:
-        """In place, each row by itself. A row of zeros stands for no example and stays one; what is not finite stays so."""
-        with np.errstate(all="ignore"):  # without a word about an example
+        """Whitens features in place, each row by itself.
+
+        A row of zeros stands for no example and stays zero. A row that is not finite stays so.
+        """
+        # A warning of numpy would reveal an example.
+        with np.errstate(all="ignore"):
             for start in range(0, len(x_ND), ROWS_PER_BLOCK):
                 block = slice(start, start + ROWS_PER_BLOCK)
-                is_there_N1 = x_ND[block].any(axis=1, keepdims=True)
-                x_ND[block] = np.where(
-                    is_there_N1, (x_ND[block] - self.centre_D) @ self.matrix_DD, 0
-                )
+                is_example_N1 = x_ND[block].any(axis=1, keepdims=True)
+                whitened_ND = (x_ND[block] - self.centre_D) @ self.matrix_DD
+                x_ND[block] = np.where(is_example_N1, whitened_ND, 0)
 
 
 def head_plan(num_examples: int, epsilon: float, delta: float | None) -> PrivacyPlan:
-    """One full-batch release: no sampling, so no amplification, and an exact epsilon.
+    """Returns the plan of one full-batch release.
+
+    It samples nothing, so nothing is amplified and epsilon is exact.
 
     Raises:
         PrivacyConfigError: an epsilon or delta that cannot be met, or too many examples.
     """
     if rounding(num_examples) > SENSITIVITY_SLACK / 4:
         raise PrivacyConfigError(
-            f"a private head cannot take {num_examples:,} examples: rounding may move its sums further than the "
-            f"accounting charges for; train it on at most 96,000,000"
+            f"a private head cannot take {num_examples:,} examples: rounding may move its sums "
+            f"further than the accounting charges for; train it on at most 96,000,000"
         )
     request = PlanRequest(
         num_examples=num_examples,
@@ -144,23 +163,27 @@ def train_head(
     shared: SharedTerms | None = None,
     noise: NoiseSource | None = None,
     covers: str = GIVEN_FEATURES,
-    behind: Sequence[LedgerBehind] = (),
+    parent_ledgers: Sequence[LedgerBehind] = (),
     whitening: Whitening | None = None,
 ) -> HeadResult:
-    """Trains a head of `METHODS[method]` and writes ledger, weights and head.json into the new folder `output`.
+    """Trains a head of `METHODS[method]` and writes its files into the new folder `output`.
 
-    The number of examples, the number of classes and the method's options count as public.
+    The files are the ledger, head.safetensors, head.json and verify.py. The number of examples, the
+    number of classes and the method's options count as public.
 
     Args:
-        covers: which examples the guarantee is about, and given what; for ledger, card and head.json.
-        behind: the ledgers of private runs that made the encoder; their charges compose with the head's.
-        whitening: what the rows go through, in place; head.safetensors is for features as they were.
+        covers: which examples the guarantee is about, and given what; for ledger, card and
+            head.json.
+        parent_ledgers: the ledgers of private runs that made the encoder; their charges compose
+            with the head's.
+        whitening: is applied to the rows, in place; head.safetensors is for features before it.
 
     Raises:
-        PrivacyConfigError: labels out of range, unknown method or option, a folder with a head in it or with the beginning of
-            another one.
-        BudgetSpent: an earlier attempt in this folder ended between the charge and the weights; it stays charged.
-        PrivacyStateRefused: the ledger in this folder lacks what private/ recorded.
+        PrivacyConfigError: labels out of range, unknown method or option, a folder that holds a
+            finished head or the start of another one.
+        BudgetSpent: an earlier attempt in this folder ended between the charge and the weights; its
+            charge stays.
+        PrivacyStateRefused: the ledger in this folder lacks a line that private/ recorded.
     """
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
@@ -180,23 +203,21 @@ def train_head(
     if whitening is not None:
         facts["head"] |= {"whitened_on": whitening.name, "whitened_on_sha256": whitening.digest}
     statistics = head.statistics(num_classes, rows.width)
-    budget = Budget(
-        statistics, 1 / plan.noise_multiplier, noise or SystemNoise(), plan.num_examples
-    )
-    sums = [
-        NoisedSum(release, statistic.size, budget.units[statistic.name], plan.num_examples)
-        for release, statistic in zip(budget.releases, statistics, strict=True)
-    ]
+    mu = 1 / plan.noise_multiplier
+    budget = Budget(statistics, mu, noise or SystemNoise(), plan.num_examples)
+    sums = []
+    for release, statistic in zip(budget.releases, statistics, strict=True):
+        unit = budget.units[statistic.name]
+        sums.append(NoisedSum(release, statistic.size, unit, plan.num_examples))
     require_noised(sums, plan.release_group(1), plan.noise_multiplier, SENSITIVITY_SLACK)
     facts["sum_exponents"] = {name: unit.exponent for name, unit in budget.units.items()}
-    facts |= (
-        {"behind": keep_copies(output, behind)}
-        if behind and not (output / "ledger.jsonl").exists()
-        else {}
-    )
+    ledger_file = output / "ledger.jsonl"
+    # A ledger that exists names its copies already.
+    if parent_ledgers and not ledger_file.exists():
+        facts["behind"] = keep_copies(output, parent_ledgers)
     members = private / FILE
     ledger, key = open_run_state(
-        output / "ledger.jsonl",
+        ledger_file,
         private / "sampling.key",
         plan,
         data_manifest=rows.data_digest(),
@@ -213,35 +234,37 @@ def train_head(
             raise BudgetSpent(
                 f"{output}: an earlier attempt was charged and gave no head; choose another folder"
             )
-        if ledger.state.opened["head"] != json.loads(json.dumps(facts["head"])):
+        # The ledger holds JSON: a tuple of `facts` would differ from the list that was read.
+        stated_head = json.loads(json.dumps(facts["head"]))
+        if ledger.state.opened["head"] != stated_head:
             raise PrivacyConfigError(
                 f"{output} was begun with another head, or other words; choose another folder"
             )
-        require_kept(output, ledger.state.opened, behind)
-        nonce, count = ledger.start_session({}), plan.num_examples
+        require_kept(output, ledger.state.opened, parent_ledgers)
+        nonce = ledger.start_session({})
+        count = plan.num_examples
         digest = members_digest(key, nonce, 0, 1, 0, np.arange(count))
         marked = MarkedLedger(ledger, members)
         marked.note(1, 0, nonce, count, [(count, digest)])
         marked.write(lambda ledger: ledger.intent(1, 0, budget.releases))
-        # Behind the digest of the data: a product's last bits depend on the number of threads.
+        # The ledger's digest is of the rows before whitening: the last bits of a product depend on
+        # the number of threads.
         if whitening is not None:
             whitening.apply(rows.features_ND)
         weights_LD = head.fit(rows, num_classes, budget)
         budget.require_spent()
         tensors = {"weight": weights_LD}
-        if (
-            whitening is not None
-        ):  # features before it get the scores that the weights give those after it
-            weight_LD = weights_LD @ whitening.matrix_DD
-            tensors = {"weight": weight_LD, "bias": -weight_LD @ whitening.centre_D}
+        if whitening is not None:
+            # Folds the whitening into the weights, so that the head takes an encoder's features.
+            folded_LD = weights_LD @ whitening.matrix_DD
+            tensors = {"weight": folded_LD, "bias": -folded_LD @ whitening.centre_D}
         save_file(tensors, output / "head.safetensors")
         ledger.done(1, 0)
         marked.write(lambda ledger: ledger.close("finished"))
         claim = claim_of(output, ledger.state)
-        claimed, claimed_delta = (None, plan.target_delta) if claim is None else claim
     finally:
         ledger.release()
-    result = HeadResult(weights_LD, claimed, claimed_delta)
+    claimed, claimed_delta = (None, plan.target_delta) if claim is None else claim
     statement = {
         **facts["head"],
         "epsilon": claimed,
@@ -251,198 +274,233 @@ def train_head(
     with placed(output / "head.json"):
         (output / "head.json").write_text(json.dumps(statement, indent=1) + "\n")
     shutil.copy(verify.__file__, output / "verify.py")
-    return result
+    return HeadResult(weights_LD, claimed, claimed_delta)
 
 
 def make_method(method: str, options: dict[str, Any]) -> HeadMethod:
-    """
+    """Returns the method with its options.
+
     Raises:
-        PrivacyConfigError: unknown method or option; the line lists the choices. Or a value that an option cannot have.
+        PrivacyConfigError: an unknown method or option, of which the line lists the choices; or a
+            value that an option cannot have.
     """
     if method not in METHODS:
         raise PrivacyConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    known = list(inspect.signature(METHODS[method]).parameters)
-    if unknown := options.keys() - set(known):
+    names = list(inspect.signature(METHODS[method]).parameters)
+    unknown = options.keys() - set(names)
+    if unknown:
         raise PrivacyConfigError(
-            f"{method} has no option {min(unknown)!r}; choose among {', '.join(known)}"
+            f"{method} has no option {min(unknown)!r}; choose among {', '.join(names)}"
         )
     try:
         return METHODS[method](**options)
     except ValidationError as error:
         first = error.errors()[0]
-        raise PrivacyConfigError(
-            f"{method}: {first['loc'][0]} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"
-        ) from error
+        option = first["loc"][0]
+        reason = first["msg"][0].lower() + first["msg"][1:]
+        raise PrivacyConfigError(f"{method}: {option} = {first['input']!r}: {reason}") from error
 
 
 def without_noise(
     rows: Rows, num_classes: int, method: str, options: dict[str, Any] | None = None
 ) -> np.ndarray:
-    """The same estimator without privacy, for comparison; (L, D)."""
+    """Returns the weights (L, D) of the same estimator without privacy, for comparison."""
     head = make_method(method, options or {})
     rows.require_labels_below(num_classes)
     budget = Budget(head.statistics(num_classes, rows.width), np.inf, None, rows.num_examples)
     return head.fit(rows, num_classes, budget)
 
 
-class Together(NamedTuple):
-    """What all releases in a folder of heads cost at the largest of their deltas, the private runs behind encoders included."""
+class JointCost(NamedTuple):
+    """Holds the joint epsilon of all releases in a folder of heads, at the largest of their deltas.
+
+    The private runs that made the encoders are included.
+    """
 
     num_releases: int
     epsilon: float
     delta: float
 
 
-def spent_in(folder: Path) -> Together:
-    """Everything that the ledgers of the heads in this folder have charged, earlier commands and heads that failed included.
+def joint_cost_of(folder: Path) -> JointCost:
+    """Returns the joint cost of all charges in the ledgers of a folder of heads.
+
+    Heads of earlier commands and heads that failed are included.
 
     Raises:
-        PrivacyStateRefused: a ledger is broken, or lacks what private/ recorded.
+        PrivacyStateRefused: a ledger is broken, or lacks a line that private/ recorded.
     """
-    # By the last line: heads on features of one encoder have the same ledgers behind them.
+    # The hash of its last line identifies a ledger. Heads on features of one encoder have the same
+    # parent ledgers, whose charges count once.
     states: dict[str, LedgerState] = {}
     heads: list[LedgerState] = []
     for path in sorted(folder.glob("*/ledger.jsonl")):
         members = path.parent / "private" / FILE
-        recorded = list(read_lines(members)) if members.is_file() else []
-        heads.append(state := read_ledger(path))
-        if (lost := not_in_ledger(recorded, state)) is not None:
+        marks = list(read_lines(members)) if members.is_file() else []
+        head = read_ledger(path)
+        heads.append(head)
+        contradiction = not_in_ledger(marks, head)
+        if contradiction is not None:
             raise PrivacyStateRefused(
-                f"{path} and {members} contradict each other: {lost}; restore both from one backup"
+                f"{path} and {members} contradict each other: {contradiction}; "
+                "restore both from one backup"
             )
-        states |= {
-            one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))
-        }
+        for state in (head, *states_behind(path.parent, head.opened)):
+            states[state.hashes[-1]] = state
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
-        return Together(0, 0.0, 0.0)
-    delta = max(state.plan.target_delta for state in heads)
-    left = delta - math.fsum(state.plan.noise_tail_delta for state in states.values())
-    value = claimed_epsilon(groups, left)[0] if left > 0 else math.inf
-    return Together(sum(state.num_charged for state in heads), value, delta)
+        return JointCost(0, 0.0, 0.0)
+    delta = max(head.plan.target_delta for head in heads)
+    # The noise of version 0.1 has a tail whose delta the accountant cannot spend.
+    delta_without_tails = delta - math.fsum(
+        state.plan.noise_tail_delta for state in states.values()
+    )
+    epsilon = math.inf
+    if delta_without_tails > 0:
+        epsilon, *_ = claimed_epsilon(groups, delta_without_tails)
+    return JointCost(sum(head.num_charged for head in heads), epsilon, delta)
 
 
 def private_head(options: PrivateHeadOptions) -> Results | None:
     """Trains a private classifier head on frozen features."""
-    output, method = options.output_folder, options.method
-    chosen = {
-        name: toml_value(value)
-        for name, _, value in (text.partition("=") for text in options.option)
-    }
-    folder = options.heads or (None if output is None else output / "private_heads")
+    method = options.method
+    output = options.output_folder
+    method_options: dict[str, Any] = {}
+    for text in options.option:
+        name, _, literal = text.partition("=")
+        method_options[name] = toml_value(literal)
+    folder = options.heads
+    if folder is None and output is not None:
+        folder = output / "private_heads"
     if folder is None:
         raise ConfigError("give --output (or --heads), a folder for the head and its ledger")
-    make_method(method, chosen)  # refused before the features are computed
-    if options.whiten_on is not None and _place(options.whiten_on) in map(
-        _place, (options.train, options.test)
-    ):
-        raise ConfigError(
-            f"--whiten_on {options.whiten_on} is not public: what it says of its pictures has no noise"
-        )
-    on = {} if options.whiten_on is None else {WHITEN_ON: options.whiten_on}
-    inputs = load_inputs(options, train=options.train, test=options.test, **on)
+    # Refuses bad options before features are computed, which takes long.
+    make_method(method, method_options)
+    sources = {"train": options.train, "test": options.test}
+    if options.whiten_on is not None:
+        private_places = [_resolved_source(source) for source in sources.values()]
+        if _resolved_source(options.whiten_on) in private_places:
+            raise ConfigError(
+                f"--whiten_on {options.whiten_on} is not public: whitening gets no noise; "
+                "name other pictures than those of --train and --test"
+            )
+        sources[WHITEN_ON] = options.whiten_on
+    inputs = load_inputs(options, **sources)
     if inputs is None:
         return None
-    train, test = inputs.features["train"], inputs.features["test"].usable()
-    whitening = Whitening.of(inputs.features[WHITEN_ON]) if on else None
-    if whitening is not None:
+    train = inputs.features["train"]
+    test = inputs.features["test"].usable()
+    whitening = None
+    if options.whiten_on is not None:
+        whitening = Whitening.of(inputs.features[WHITEN_ON])
         if whitening.centre_D.shape != train.values_ND.shape[1:]:
             raise ConfigError(
                 f"--whiten_on {options.whiten_on} has features of another width than --train"
             )
-        whitening.apply(test[0])
+        test_ND, _ = test
+        whitening.apply(test_ND)
     num_classes = options.num_classes or len(train.class_names)
     if not num_classes:
         raise ConfigError(
-            "--num_classes is required: inferring it from the training labels would leak private information"
+            "--num_classes is required: inferring it from the training labels would leak private "
+            "information"
         )
-    if num_classes < len(train.class_names):  # names are public; what labels are among them is not
+    # Class names are public. The labels that occur among them are not.
+    if num_classes < len(train.class_names):
         missing = f"label {num_classes} ({train.class_names[num_classes]})"
         raise ConfigError(
-            f"--num_classes {num_classes} leaves out {missing}: the data name {len(train.class_names)} classes"
+            f"--num_classes {num_classes} leaves out {missing}: "
+            f"the data name {len(train.class_names)} classes"
         )
-    # The guarantee holds given what made the features; that has a guarantee of its own, or none.
-    behind: Sequence[LedgerBehind] = ()
+    # The guarantee holds given what made the features; that has a guarantee itself, or none.
+    parent_ledgers: Sequence[LedgerBehind] = ()
     if inputs.model is None or options.train.startswith("features:"):
-        given = "what made the features of each from that example alone"
+        condition = "what made the features of each from that example alone"
     elif inputs.model.formal_guarantee:
-        given = (
+        condition = (
             "nothing: what the encoder spent is composed with the head, in case it has seen them"
         )
         assert inputs.opened is not None
-        behind = ledgers_of(inputs.opened.path, inputs.opened.manifest)
+        parent_ledgers = ledgers_of(inputs.opened.path, inputs.opened.manifest)
     else:
-        given = "the encoder, which has no formal guarantee: if it has seen them, none is left"
-    covers = f"the examples of {options.train}, given {given}"
-    covers += "" if whitening is None else f"; {options.whiten_on} is declared public"
-    spent_in(folder)  # a broken ledger in there would leave open what all heads together cost
-    rows, own = (
-        private_rows(train, num_classes),
-        folder / f"{method}-epsilon-{options.target_epsilon:g}",
-    )
-    shared = None if options.shared_ledger is None else SharedTerms(options.shared_ledger, own.name)
+        condition = "the encoder, which has no formal guarantee: if it has seen them, none is left"
+    covers = f"the examples of {options.train}, given {condition}"
+    if whitening is not None:
+        covers += f"; {options.whiten_on} is declared public"
+    # Refuses a broken ledger in the folder before this head is charged: the joint cost would be
+    # unknown.
+    joint_cost_of(folder)
+    rows = private_rows(train, num_classes)
+    head_folder = folder / f"{method}-epsilon-{options.target_epsilon:g}"
+    shared = None
+    if options.shared_ledger is not None:
+        shared = SharedTerms(options.shared_ledger, head_folder.name)
     head = train_head(
         rows,
         num_classes,
         method,
         epsilon=options.target_epsilon,
         delta=options.delta,
-        output=own,
-        options=chosen,
+        output=head_folder,
+        options=method_options,
         shared=shared,
         covers=covers,
-        behind=behind,
+        parent_ledgers=parent_ledgers,
         whitening=whitening,
     )
-    scalars = {
-        f"{method}/epsilon-{options.target_epsilon:g}/accuracy": accuracy(head.weights_LD, *test)
-    }
-    details: dict[str, Any] = {"options": chosen}
+    tag = f"{method}/epsilon-{options.target_epsilon:g}/accuracy"
+    scalars = {tag: accuracy(head.weights_LD, *test)}
+    details: dict[str, Any] = {"options": method_options}
     notes = []
-    together = spent_in(folder)
-    if together.num_releases > 1:
-        details["all_heads_together"] = together._asdict()
+    cost = joint_cost_of(folder)
+    if cost.num_releases > 1:
+        details["all_heads_together"] = cost._asdict()
+        joint_epsilon = rounded_up(cost.epsilon)
         notes.append(
-            f"the {together.num_releases} releases in {folder}, earlier ones included, cost epsilon "
-            f"{rounded_up(together.epsilon)} at delta {together.delta:.3g} together where they are of the same examples; "
-            "choosing a head by its accuracy costs the test data's privacy"
+            f"the {cost.num_releases} releases in {folder}, earlier ones included, cost epsilon "
+            f"{joint_epsilon} at delta {cost.delta:.3g} together where they are of the same "
+            "examples; choosing a head by its accuracy costs the test data's privacy"
         )
     if options.compare:
-        used = rows.features_ND.any(axis=1)
-        x_ND, y_N = rows.features_ND[used], rows.labels_N[used]
+        is_used_N = rows.features_ND.any(axis=1)
+        x_ND = rows.features_ND[is_used_N]
+        y_N = rows.labels_N[is_used_N]
         plain, _ = cross_validated_regression(x_ND, y_N, num_classes, device=device_of(options))
-        weights_LD = without_noise(rows, num_classes, method, chosen)
+        weights_LD = without_noise(rows, num_classes, method, method_options)
         scalars[f"{method}/without_privacy/accuracy"] = accuracy(weights_LD, *test)
         scalars["regression/without_privacy/accuracy"] = plain.accuracy(*test)
-    released = []
+    releases = []
     if head.epsilon is not None:
-        what, ledger = f"weights of a {method} head", str(own / "ledger.jsonl")
-        released.append(PrivateRelease(what, ledger, head.epsilon, head.delta, covers))
+        ledger = str(head_folder / "ledger.jsonl")
+        releases.append(
+            PrivateRelease(f"weights of a {method} head", ledger, head.epsilon, head.delta, covers)
+        )
     return Results(
-        "private-head", scalars, inputs.uses(), inputs.model, (), details, released, notes=notes
+        "private-head", scalars, inputs.uses(), inputs.model, (), details, releases, notes=notes
     )
 
 
-def _place(source: str) -> tuple[str, Path]:
-    """What a source is and where, however its path is written."""
-    kind, _, where = source.partition(":")
-    return kind, Path(where).expanduser().resolve()
+def _resolved_source(source: str) -> tuple[str, Path]:
+    """Returns kind and resolved path of a source, equal for two spellings of one path."""
+    kind, _, location = source.partition(":")
+    return kind, Path(location).expanduser().resolve()
 
 
 def private_rows(train: Features, num_classes: int) -> Rows:
-    """Rows that are not usable, or whose label is out of range, become zero in their place, decided by each row alone.
+    """Returns the rows of a private head; unusable ones are zero in their place.
 
-    They stay: how many rows there are must not follow from an example's bytes.
+    A row is unusable without an image or a label below `num_classes`, which is decided by that row
+    alone. It stays, because the number of rows must not follow from an example's bytes.
     """
-    keep_N = train.is_usable_N & (train.labels_N >= 0) & (train.labels_N < num_classes)
-    train.values_ND[~keep_N] = 0  # a copy may take gigabytes
-    if (
-        not keep_N.all()
-    ):  # on the console, which is inside the trust boundary, and before anything is charged
-        dropped = np.count_nonzero(~keep_N)
+    is_usable_N = train.is_usable_N & (train.labels_N >= 0) & (train.labels_N < num_classes)
+    # In place, because a copy may take gigabytes.
+    train.values_ND[~is_usable_N] = 0
+    if not is_usable_N.all():
+        # The console is inside the trust boundary, and nothing is charged yet.
+        num_unusable = np.count_nonzero(~is_usable_N)
         say(
-            f"private: {dropped:,} of {len(keep_N):,} training examples are unusable or have no label below "
-            f"{num_classes}; they add nothing",
+            f"private: {num_unusable:,} of {len(is_usable_N):,} training examples are unusable or "
+            f"have no label below {num_classes}; they add nothing",
             file=sys.stderr,
         )
-    return Rows(train.values_ND, np.where(keep_N, train.labels_N, 0))
+    return Rows(train.values_ND, np.where(is_usable_N, train.labels_N, 0))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from data.errors import DataError
 from data.examples.transforms import eval_image
-from evaluation.captions import caption_metrics, require_metrics, says
+from evaluation.captions import caption_metrics, equal_words, require_metrics
 from evaluation.compositional import Choice, pixels_of, read_aro
 from evaluation.options import CaptionedOptions
 from evaluation.sources import decoded_batches, open_source
@@ -200,7 +200,9 @@ def test_captions(run_dir: Path, pictures: Path, run: Evaluate) -> None:
             row["caption"] == TOKENIZER.decode(tokens)
             and best["log_prob"] >= row["log_prob"] - 1e-4
         )
-    assert says("A red  circle\n", "a Red circle") and not says("a circle red", "a red circle")
+    assert equal_words("A red  circle\n", "a Red circle") and not equal_words(
+        "a circle red", "a red circle"
+    )
     with pytest.raises(ConfigError, match="--max_tokens must be between 1 and 31, got 99"):
         run(*told[:-1], "99")
 

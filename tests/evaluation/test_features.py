@@ -275,11 +275,11 @@ def test_two_ranks_share_the_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("pictures/", "does not say what it is"),
+        ("pictures/", "names no source"),
         ("folder:/nowhere", "is no folder"),
         ("arrays:/nowhere.npz", "is no .npz file"),
         ("shards:/nowhere/*.tar", "no shards match"),
-        ("hf:/nowhere", "does not say what it is"),
+        ("hf:/nowhere", "names no source"),
     ],
 )
 def test_a_source_that_is_not_there(text: str, match: str, tmp_path: Path) -> None:

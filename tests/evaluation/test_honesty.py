@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.private_head.run import spent_in
+from evaluation.private_head.run import joint_cost_of
 from evaluation.sources import encode_png
 from privacy.errors import PrivacyStateRefused
 from privacy.plan.numbers import make_plan
@@ -205,7 +205,7 @@ def test_heads_of_earlier_commands_are_counted(run: Evaluate, tmp_path: Path) ->
     assert "earlier ones included" in record["notes"][0]
     failed = out / "private_heads/dp-ls-epsilon-1"
     (failed / "head.safetensors").unlink()  # charged all the same
-    assert spent_in(out / "private_heads").num_releases == 2
+    assert joint_cost_of(out / "private_heads").num_releases == 2
     (failed / "ledger.jsonl").write_text("x\n")
     with pytest.raises(PrivacyStateRefused):
         head(run, out, *told, "--target_epsilon", 3)

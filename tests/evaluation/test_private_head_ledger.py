@@ -19,7 +19,13 @@ from evaluation.linear_probe import cross_validated_regression
 from evaluation.private_head import run as head_command
 from evaluation.private_head.methods import METHODS, accuracy
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import Whitening, private_rows, spent_in, train_head, without_noise
+from evaluation.private_head.run import (
+    Whitening,
+    joint_cost_of,
+    private_rows,
+    train_head,
+    without_noise,
+)
 from privacy import verify
 from privacy.audit.folder import ledger_audit
 from privacy.card.folder import write_card
@@ -342,7 +348,7 @@ def test_a_charge_stays_and_is_missed_where_it_is_cut_away(
     """Another head in the folder, and the sum over all heads, would be of fewer releases than there were."""
     head(tmp_path / "other")
     begin(tmp_path / "one")
-    assert spent_in(tmp_path).num_releases == 2
+    assert joint_cost_of(tmp_path).num_releases == 2
     with pytest.raises(PrivacyConfigError if begin is head else BudgetSpent):
         head(tmp_path / "one")
     ledger = tmp_path / "one/ledger.jsonl"
@@ -354,7 +360,7 @@ def test_a_charge_stays_and_is_missed_where_it_is_cut_away(
         head(tmp_path / "one")
     if lines is not None:
         with pytest.raises(PrivacyStateRefused, match="contradict each other"):
-            spent_in(tmp_path)
+            joint_cost_of(tmp_path)
 
 
 def test_a_copy_of_a_head_that_was_begun_is_finished_once_in_the_owner_s_ledger(

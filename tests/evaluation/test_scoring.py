@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
-from evaluation.scoring import own_log_probs, tree_log_probs
+from evaluation.scoring import log_probs_per_image, tree_log_probs
 from models.captioner import Captioner
 from tests.models.tiny import tiny_captioner
 
@@ -67,7 +67,7 @@ def test_own_captions_score_as_one_forward_per_caption() -> None:
     model, images = peaked(), torch.randn(3, 3, 16, 16)
     own = [CAPTIONS[:4], CAPTIONS[4:5], CAPTIONS[5:]]
     for max_numbers in (2**26, 1):
-        found = own_log_probs(model, images, own, max_numbers=max_numbers)
+        found = log_probs_per_image(model, images, own, max_numbers=max_numbers)
         for row, captions in enumerate(own):
             expected = plain(model, images[row : row + 1], captions)[0]
             torch.testing.assert_close(found[row], expected, atol=5e-5, rtol=0)
@@ -82,7 +82,7 @@ def test_scores_that_are_no_numbers_are_refused() -> None:
         1, 3, model.config.encoder.image_size, model.config.encoder.image_size
     )
     caption = (model.config.bos_id, 5, model.config.eos_id)
-    with pytest.raises(DataError, match="not finite"):
+    with pytest.raises(DataError, match="non-finite"):
         tree_log_probs(model, images_BCHW, [caption])
-    with pytest.raises(DataError, match="not finite"):
-        own_log_probs(model, images_BCHW, [[caption]])
+    with pytest.raises(DataError, match="non-finite"):
+        log_probs_per_image(model, images_BCHW, [[caption]])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from evaluation.zero_shot import accuracy, by_rule, prompts
+from evaluation.zero_shot import accuracy, prompts, scores_by_rule
 
 NAMES = ("red circle", "orange star", "oval")
 
@@ -24,7 +24,7 @@ def test_rules_are_their_definitions() -> None:
         -5 - 10 * torch.rand(7, 6, dtype=torch.float64),
         torch.tensor([3, 4, 5, 6, 7, 8]),
     )
-    scores = by_rule(log_probs, lengths, 2)
+    scores = scores_by_rule(log_probs, lengths, 2)
     for image in range(7):
         for k in range(3):
             p, q = (math.exp(log_probs[image, 2 * k + t]) for t in (0, 1))

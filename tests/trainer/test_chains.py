@@ -15,7 +15,7 @@ import torch
 
 from data.index.build import build_index
 from evaluation.private_head.rows import Rows
-from evaluation.private_head.run import spent_in, train_head
+from evaluation.private_head.run import joint_cost_of, train_head
 from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting.rounding import rounded_up
@@ -236,7 +236,13 @@ def test_a_private_head_composes_with_its_private_encoder(
     assert [one.run for one in behind] == ["second", "first"]
     rows = Rows(rng.normal(size=(60, 4)), rng.integers(0, 3, 60))
     head = train_head(
-        rows, 3, "dp-ls", epsilon=1.0, delta=1e-3, output=tmp_path / "heads/one", behind=behind
+        rows,
+        3,
+        "dp-ls",
+        epsilon=1.0,
+        delta=1e-3,
+        output=tmp_path / "heads/one",
+        parent_ledgers=behind,
     )
     encoder = card_of(chain["second"])
     assert head.epsilon is not None and encoder.epsilon is not None
@@ -245,7 +251,7 @@ def test_a_private_head_composes_with_its_private_encoder(
     card = build_card(tmp_path / "heads/one")
     assert (card.epsilon, card.delta) == (head.epsilon, head.delta) and card.composition is not None
     assert [run.name for run in card.composition.runs] == ["this run", "second", "first"]
-    together = spent_in(tmp_path / "heads")
+    together = joint_cost_of(tmp_path / "heads")
     assert together.num_releases == 1 and together.delta == 1e-3 and together.epsilon > 1
     code = verify.main([str(tmp_path / "heads/one"), "--json"])
     found = json.loads(capsys.readouterr().out)
