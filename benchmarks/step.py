@@ -195,7 +195,9 @@ def end_of_step(model: nn.Module, clipped: ClippedSum) -> None:
     deviation = deviation_in_units(0.728 * clipped.sensitivity, exponent)
     for number in range(len(shards)):
         add_noise(shards[number].values, deviation, SystemNoise())
-        shards[number] = shards[number]._replace(values=real_numbers_(shards[number].values, exponent))
+        shards[number] = shards[number]._replace(
+            values=real_numbers_(shards[number].values, exponent)
+        )
     first = next(iter(parameters.values()))
     gradients = gather_from_owners(shards, layout, shapes, first.dtype, first.device)
     for name, gradient in gradients.items():
