@@ -227,7 +227,7 @@ def _random_sums(device: torch.device, seed: int) -> float:
         name: sum(parts[name] for parts in collectives.gather_objects(mine)) for name in shapes
     }
     shards = sums.to_owners(layout)
-    assert not any(kept.untyped_storage().nbytes() for kept in sums._kept), (
+    assert not any(part.untyped_storage().nbytes() for part in sums._parts), (
         "what has gone to its owner is freed"
     )
     if sums.unit is not None:
