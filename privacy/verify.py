@@ -1412,8 +1412,8 @@ def check_behind(folder: Folder) -> str:
         require(is_asked, f"the ledger starts from {shown(entry['run'])}, and config.toml does not")
     folder.parents = parents
     return (
-        f"the ledgers of {len(entries)} private runs behind the initial weights are here "
-        "and complete"
+        f"{len(entries)} private runs led to the initial weights; "
+        "their ledgers are here and complete"
     )
 
 
