@@ -1,21 +1,27 @@
 """Recheck what a run claims.
 
-    python launch_scripts/audit.py ledger    --run_dir runs/quickstart [--json]
-    python launch_scripts/audit.py schedule  --run_dir runs/quickstart [--json]
-    python launch_scripts/audit.py mechanism --run_dir runs/quickstart [--json] [--engine local] [--ranks 2]
+    python launch_scripts/audit.py ledger    --run_dir RUN_DIR [--json]
+    python launch_scripts/audit.py schedule  --run_dir RUN_DIR [--json]
+    python launch_scripts/audit.py mechanism --run_dir RUN_DIR [--json] [--engine local] [--ranks 2]
     python launch_scripts/audit.py canaries  --output data/canaries --num_canaries 1000
-    python launch_scripts/audit.py run       --run_dir runs/quickstart --canaries data/canaries [--json]
+    python launch_scripts/audit.py run       --run_dir RUN_DIR --canaries data/canaries [--json]
 
-ledger     what verify.py checks; where private/ is there, the sampling key, the data, the mirror and the record of attempts too
-schedule   with the sampling key: the members of every batch drawn again, by independent code too, and tested. Inside the trust
-           boundary: what it prints shows batch sizes; with --json it keeps them to itself
-mechanism  a short run on canaries in a folder of its own, with the run's settings, through the code that trains: clipping, noise,
-           coins, order of charges; of a loop of one's own too
-canaries   before training: tar shards with canaries that are in the data or not by secret coins
-run        after training with these shards: do the losses of a checkpoint betray the coins?
+ledger     Makes the checks of verify.py and, if the folder has private/, checks sampling key, data,
+           mirror and the record of attempts.
+schedule   Draws the members of every batch again with the sampling key, by independent code too,
+and
+           tests them. Its output stays inside the trust boundary, since it shows batch sizes; with
+           --json it shows none.
+mechanism  Trains shortly on canaries in a folder of its own, with the run's settings and the code
+that
+           trains, also for a loop of one's own: checks clipping, noise, coins and order of charges.
+canaries   Writes, before training, tar shards with canaries that are in the data or not by secret
+           coins.
+run        Tests, after training with these shards, whether the losses of a checkpoint betray the
+coins.
 
-An audit refutes a claim or fails to; it proves none. Exit codes: 0 consistent, 5 violated, 6 inconclusive; 2 bad input, 4 the
-privacy state is refused.
+An audit refutes a claim or fails to; it proves none. Exit codes: 0 consistent, 5 violated,
+6 inconclusive; 2 bad input, 4 the privacy state is refused.
 """
 
 import sys
@@ -82,7 +88,7 @@ class CanariesOptions(Options):
 
 
 def parse_args(arguments: list[str] | None = None) -> LedgerOptions | CanariesOptions:
-    """The options of the chosen audit; a bad argument is a ConfigError (exit 2)."""
+    """Returns the options of the chosen audit; a bad argument is a ConfigError (exit 2)."""
     kinds: dict[str, type[LedgerOptions | CanariesOptions]] = {
         "ledger": LedgerOptions,
         "schedule": ScheduleOptions,
@@ -99,11 +105,10 @@ def main() -> int:
     if isinstance(options, CanariesOptions):
         from trainer.audit.canaries import write_canaries
 
-        print(
-            write_canaries(
-                options.output, options.num_canaries, options.image_size, options.caption_field
-            )
+        summary = write_canaries(
+            options.output, options.num_canaries, options.image_size, options.caption_field
         )
+        print(summary)
         return 0
     require_folders(options)
     run_dir = options.run_dir
@@ -126,9 +131,8 @@ def main() -> int:
             if isinstance(options, ScheduleOptions):
                 report = schedule_audit(run_dir)
             elif (index / "manifest.json").is_file():
-                report = ledger_audit(
-                    run_dir, ExampleTable.open(index, run_dir, check_shards=False).manifest_digest()
-                )
+                table = ExampleTable.open(index, run_dir, check_shards=False)
+                report = ledger_audit(run_dir, table.manifest_digest())
             else:
                 report = ledger_audit(run_dir)
     return conclude(report, run_dir, as_json=options.as_json)

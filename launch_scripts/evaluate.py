@@ -1,10 +1,12 @@
-"""Evaluates what a model has learnt.
+"""Evaluates a trained model.
 
-    python launch_scripts/evaluate.py COMMAND --checkpoint RUN_OR_CHECKPOINT ... [--json] [--data_is_public]
-    deepspeed launch_scripts/evaluate.py linear-probe ...    # commands that share their work over ranks
+    python launch_scripts/evaluate.py COMMAND --checkpoint DIR ... [--json] [--data_is_public]
+    # for commands that share their work over ranks:
+    deepspeed launch_scripts/evaluate.py linear-probe ...
 
-Results are printed, and written to RUN_DIR/private/evaluation, or to RUN_DIR/evaluation where the data are declared public.
-Exit codes: 0 done, 2 bad input, 3 a private head's budget is spent, 4 its privacy state is refused, 1 anything else.
+Results are printed and written to RUN_DIR/private/evaluation, or to RUN_DIR/evaluation if the data
+are declared public. Exit codes: 0 done, 2 bad input, 3 a private head's budget is spent, 4 its
+privacy state is refused, 1 anything else.
 """
 
 import argparse
@@ -19,7 +21,8 @@ from trainer.config.environment import require_packages
 
 require_packages()
 
-# Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
+# torch reads this when it is imported. It hides C++ frames where a store is lost, since the trainer
+# prints a line of its own.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from evaluation.options import COMMANDS, Command, CommandOptions
@@ -31,10 +34,10 @@ from trainer.ranks.discovery import Ranks, discover_ranks
 
 
 def parse_args(arguments: list[str]) -> CommandOptions:
-    """The options of the command that the arguments name; a bad argument is a ConfigError (exit 2)."""
+    """Returns the options of the chosen command; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
-    # The deepspeed launcher puts it before everything else; the environment says it too.
+    # The deepspeed launcher puts it before all other arguments; the environment states it, too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -55,9 +58,8 @@ def main() -> int:
     require_folders(options)
     command = next(command for command in COMMANDS if command.options is type(options))
     ranks = discover_ranks(os.environ)
-    with working(
-        f"{command.name}: {command.help}", shows=ranks.is_main
-    ):  # importing torch is part of the work
+    # The message covers the import of torch, too.
+    with working(f"{command.name}: {command.help}", shows=ranks.is_main):
         return evaluate(command, options, ranks, arguments)
 
 

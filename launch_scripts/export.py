@@ -1,14 +1,20 @@
-"""Exports to and imports from other projects' weights; docs/models.md says what is exact and what is not.
+"""Exports weights to other projects and imports theirs; docs/models.md says which are exact.
 
-    python launch_scripts/export.py --checkpoint runs/vip --format hf OUT      transformers: ViTModel, and the whole model
-    python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT      our own names
-    python launch_scripts/export.py --checkpoint runs/vip --format timm OUT      encoder for ViTDet-style codes
-    python launch_scripts/export.py --checkpoint runs/lora --format peft OUT      adapters, and their base in OUT/base
-    python launch_scripts/export.py --import vip FILE OUT --size vip_base      a checkpoint of ours, to start from and to evaluate
-    python launch_scripts/export.py --import dpcap FILE OUT --size dpcap_base --tokenizer data/tokenizer/bert-base-uncased.json
-    python launch_scripts/export.py --import hf DIR OUT      a ViTModel or ViTMAE that transformers saved
+    # transformers: ViTModel, and the complete model
+    python launch_scripts/export.py --checkpoint runs/vip --format hf OUT
+    # the project's own names
+    python launch_scripts/export.py --checkpoint runs/vip --format safetensors OUT
+    # an encoder for code in the style of ViTDet
+    python launch_scripts/export.py --checkpoint runs/vip --format timm OUT
+    # adapters, and their base in OUT/base
+    python launch_scripts/export.py --checkpoint runs/lora --format peft OUT
+    # a checkpoint of this project, to start from and to evaluate
+    python launch_scripts/export.py --import vip FILE OUT --size vip_base
+    python launch_scripts/export.py --import dpcap FILE OUT --size dpcap_base --tokenizer JSON
+    # a ViTModel or ViTMAE that transformers saved
+    python launch_scripts/export.py --import hf DIR OUT
 
-FILE may be a folder, too: of DeepSpeed's zero_to_fp32.py, or weights in parts with an index.
+FILE may also be a folder: of DeepSpeed's zero_to_fp32.py, or of weights in parts with an index.
 
 Exit codes: 0 done, 2 bad input.
 """
@@ -53,18 +59,20 @@ class ImportPart(Options):
     GROUP = "import"
 
     provenance: Provenance | None = None
-    """the data behind the weights, with respect to the private data of later runs; your word. Default: private, from which no
-    private run starts"""
+    """the data behind the weights, with respect to the private data of later runs, by your word;
+    default: private, from which no private run starts"""
     claim: str | None = None
     """what its authors claim of its privacy, in words; never attested"""
     size: str | None = None
-    """vip, dpcap: the size that the file has, as in recipes: vip_base, dpcap_base, ...; it states what no tensor tells"""
+    """vip, dpcap: the size of the file's model, as in recipes: vip_base, dpcap_base, ...; no tensor
+    tells it"""
     override: Annotated[tuple[str, ...], Shown("FIELD=VALUE", is_repeated=True)] = ()
-    """vip, dpcap: a field of the size that differs, as model.overrides of recipes: decoder_num_heads=16; may be repeated"""
+    """vip, dpcap: a field of the size that differs, as model.overrides of recipes:
+    decoder_num_heads=16; may be repeated"""
 
 
 class ExchangeOptions(ExportPart, ImportPart):
-    """What is exported or imported, and where it goes."""
+    """The options of an export or an import."""
 
     model_config = ConfigDict(populate_by_name=True)
     ONE_OF = ("checkpoint", "source")
@@ -85,22 +93,24 @@ class ExchangeOptions(ExportPart, ImportPart):
         is_export = self.checkpoint is not None
         if is_export and self.format is None:
             raise ValueError(f"--checkpoint needs --format, one of {', '.join(get_args(Format))}")
-        names, count = ("OUT",) if is_export else ("FILE", "OUT"), len(self.paths or ())
-        if count != len(names):
-            raise ValueError(f"{' and '.join(names)} expected, got {count} paths")
-        for name in ImportPart.model_fields if is_export else ExportPart.model_fields:
+        path_names = ("OUT",) if is_export else ("FILE", "OUT")
+        num_paths = len(self.paths or ())
+        if num_paths != len(path_names):
+            raise ValueError(f"{' and '.join(path_names)} expected, got {num_paths} paths")
+        opposite = ImportPart if is_export else ExportPart
+        for name in opposite.model_fields:
             if name in self.model_fields_set:
                 raise ValueError(f"--{name} is for {'--import' if is_export else '--checkpoint'}")
         return self
 
 
 def parse_args(arguments: list[str] | None = None) -> ExchangeOptions:
-    """The command line; a bad argument is a ConfigError (exit 2)."""
+    """Returns the arguments of the command line; a bad argument is a ConfigError (exit 2)."""
     return options_of(__doc__, ExchangeOptions, arguments)
 
 
 def main() -> int:
-    """Exports or imports, and says what is known of the guarantee."""
+    """Exports or imports weights, and prints the guarantee that is known of them."""
     options = parse_args()
     require_folders(options)
     with working("reading and writing weights"):
@@ -110,40 +120,40 @@ def main() -> int:
 
 
 def exported(options: ExchangeOptions) -> dict[str, Any]:
-    """Exports; what was written, and what the ledger proves."""
+    """Exports a checkpoint, and returns the output's facts and the claim that the ledger proves."""
     from trainer.weights.export import export, facts_of
     from trainer.weights.open_model import open_model
 
     assert options.checkpoint is not None and options.format is not None and options.paths
     (out,) = options.paths
-    opened = open_model(
+    model = open_model(
         options.checkpoint, use_average=options.use_average, tokenizer=options.tokenizer
     )
-    card, reason = export(opened, options.format, out)
+    card, reason = export(model, options.format, out)
     if card is None:
         claim = f"not attested ({reason}): no epsilon is stated"
     elif not card.formal_guarantee:
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
+    elif card.epsilon is None:
+        claim = f"no finite epsilon at delta {card.delta:g}, from its ledger"
     else:
-        shown = (
-            "no finite epsilon" if card.epsilon is None else f"epsilon {rounded_up(card.epsilon)}"
-        )
-        claim = f"{shown} at delta {card.delta:g}, from its ledger"
-    return {
-        "out": str(out),
-        "format": options.format,
-        "checkpoint": str(opened.path),
-        **facts_of(card, reason),
-        "summary": f"{opened.path} -> {out} ({options.format}); {claim}",
-    }
+        claim = f"epsilon {rounded_up(card.epsilon)} at delta {card.delta:g}, from its ledger"
+    facts = {"out": str(out), "format": options.format, "checkpoint": str(model.path)}
+    facts |= facts_of(card, reason)
+    facts["summary"] = f"{model.path} -> {out} ({options.format}); {claim}"
+    return facts
 
 
 def imported(options: ExchangeOptions) -> dict[str, Any]:
-    """Imports; what was made, and whether a private run may start from it."""
+    """Imports weights, and returns facts of the checkpoint that it wrote."""
     from trainer.weights.import_weights import import_weights
 
     assert options.source is not None and options.paths
     source, out = options.paths
+    overrides = {}
+    for override in options.override:
+        field, _, text = override.partition("=")
+        overrides[field] = toml_value(text)
     manifest = import_weights(
         options.source,
         source,
@@ -152,25 +162,26 @@ def imported(options: ExchangeOptions) -> dict[str, Any]:
         provenance=options.provenance,
         claim=options.claim,
         size=options.size,
-        overrides={
-            field: toml_value(value)
-            for field, _, value in (one.partition("=") for one in options.override)
-        },
+        overrides=overrides,
     )
-    model, provenance = manifest["model"], manifest["training_data"]["provenance"]
-    starts = (
-        "no private run starts from it"
-        if provenance == "private"
-        else "private runs may start from it"
+    model = manifest["model"]
+    reasons = manifest["reasons"]
+    provenance = manifest["training_data"]["provenance"]
+    if provenance == "private":
+        starts = "no private run starts from it"
+    else:
+        starts = "private runs may start from it"
+    summary = (
+        f"{source} -> {out}: {model['kind']} ({model['size']}); "
+        f"formal_guarantee: false ({reasons[0]}); data declared {provenance}: {starts}"
     )
     return {
         "out": str(out),
         "model": model,
         "training_data": manifest["training_data"],
         "formal_guarantee": False,
-        "reasons": manifest["reasons"],
-        "summary": f"{source} -> {out}: {model['kind']} ({model['size']}); formal_guarantee: false ({manifest['reasons'][0]}); "
-        f"data declared {provenance}: {starts}",
+        "reasons": reasons,
+        "summary": summary,
     }
 
 

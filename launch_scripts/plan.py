@@ -1,13 +1,14 @@
-"""Epsilon or noise multiplier, memory and time of a planned run, before any data is touched.
+"""Plans a run before any data is touched: epsilon or noise multiplier, memory and time.
 
-python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 1310720 --num_steps 5708 \
-    --noise_multiplier 0.728 --delta 4.2918e-9 [--json]
+python launch_scripts/plan.py --num_examples 233000000 --expected_batch_size 1310720 \
+    --num_steps 5708 --noise_multiplier 0.728 --delta 4.2918e-9 [--json]
 python launch_scripts/plan.py --recipe recipes/dpcap_base.toml [section.key=value ...] [--json]
-python launch_scripts/plan.py --recipe recipes/dpcap_base.toml --ds_config ds_configs/zero3_bf16.json --world_size 128 \
-    --gpu a100-80gb [--json]
-The first computes for exactly these numbers, without a cap and without a reserve for crashes. The second gives what training with
-the recipe would claim: with cap, reserve and the slack for rounding in the clipping. The third adds memory per rank, the largest
-micro-batch, FLOP, time with failures, price (--gpu_price) and reads (docs/planning.md).
+python launch_scripts/plan.py --recipe recipes/dpcap_base.toml \
+    --ds_config ds_configs/zero3_bf16.json --world_size 128 --gpu a100-80gb [--json]
+The first command computes with exactly these numbers, without a cap and without a reserve for
+crashes. The second prints the claim of a training with the recipe: with cap, reserve and the slack
+for rounding in the clipping. The third adds memory per rank, the largest micro-batch, FLOP, time
+with failures, price (--gpu_price) and reads (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _RESOURCE_OPTIONS = ("world_size", "gpu", "engine", *_ASSUMPTIONS, "gpu_price", 
 
 
 class PrivacyPart(Options):
-    """What a plan of its own is asked for, or the recipe that says it."""
+    """The numbers of a plan, or the recipe that states them."""
 
     recipe: Annotated[Path | None, Shown("TOML")] = None
     """plan of a recipe, instead of the numbers below"""
@@ -60,7 +61,8 @@ class PrivacyPart(Options):
     delta: Annotated[float | None, Shown("D")] = Field(None, gt=0, lt=1)
     """default 1 / (2 N)"""
     choose: bool = False
-    """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may then replace its own"""
+    """also choose batch and steps for a recipe's compute; --num_examples and --target_epsilon may
+    then replace its own"""
     no_extras: bool = False
     """the claim and its cross-checks only (faster)"""
     as_json: bool = Field(False, alias="json")
@@ -93,26 +95,24 @@ class PlanOptions(PrivacyPart):
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
-        given = next((name for name in _RESOURCE_OPTIONS if getattr(self, name) is not None), None)
-        if given is not None and self.ds_config is None:
-            needed = "--ds_config, such as ds_configs/zero3.json" + (
-                ", and --recipe" if self.recipe is None else ""
-            )
-            raise ValueError(f"--{given} also needs {needed}")
+        resource_options = [name for name in _RESOURCE_OPTIONS if getattr(self, name) is not None]
+        if resource_options and self.ds_config is None:
+            requirement = "--ds_config, such as ds_configs/zero3.json"
+            if self.recipe is None:
+                requirement += ", and --recipe"
+            raise ValueError(f"--{resource_options[0]} also needs {requirement}")
         if self.recipe is None:
-            for name, is_given in (
-                ("ds_config", self.ds_config is not None),
-                ("choose", self.choose),
-            ):
-                if is_given:
-                    raise ValueError(f"--{name} plans a recipe: give --recipe too")
+            if self.ds_config is not None:
+                raise ValueError("--ds_config plans a recipe: give --recipe too")
+            if self.choose:
+                raise ValueError("--choose plans a recipe: give --recipe too")
             if self.overrides:
                 raise ValueError(f"{self.overrides[0]!r} changes a recipe: give --recipe")
         return self
 
 
 def parse_args(arguments: list[str] | None = None) -> PlanOptions:
-    """The command line; a bad argument is a ConfigError (exit 2)."""
+    """Returns the arguments of the command line; a bad argument is a ConfigError (exit 2)."""
     return options_of(__doc__, PlanOptions, arguments, intermixed=True)
 
 
@@ -129,36 +129,41 @@ _CHOICE_KEYS = ("num_examples", "target_epsilon", "delta")
 
 
 def plan(options: PlanOptions) -> dict[str, Any]:
-    """Plans, computes and prints; returns what --json prints.
+    """Computes and prints the plan, and returns the object that --json prints.
 
     Raises:
-        ConfigError, PrivacyConfigError: an option is missing, refused, or one that the recipe states (exit 2).
+        ConfigError, PrivacyConfigError: an option is missing, refused, or stated by the recipe
+            (exit 2).
     """
-    result = _of_numbers(options) if options.recipe is None else _of_recipe(options.recipe, options)
+    summary = (
+        _of_numbers(options) if options.recipe is None else _of_recipe(options.recipe, options)
+    )
     if options.as_json:
-        say(json.dumps(result, allow_nan=False))
-        return result
+        say(json.dumps(summary, allow_nan=False))
+        return summary
     from rich.console import Console
 
     from trainer.planner.tables import privacy_table, resource_table
 
     console = Console()
-    if "resources" in result:  # what an allocation is asked for comes first
-        console.print(resource_table(result["resources"]))
-    console.print(privacy_table(result))
-    for reason in result["reasons"]:
+    if "resources" in summary:
+        # A request for an allocation needs these numbers first.
+        console.print(resource_table(summary["resources"]))
+    console.print(privacy_table(summary))
+    for reason in summary["reasons"]:
         console.print(printable(f"no formal guarantee: {reason}"), style="bold red", markup=False)
-    return result
+    return summary
 
 
 def _of_numbers(options: PlanOptions) -> dict[str, Any]:
-    """What exactly these numbers mean, without a recipe: neither cap nor reserve."""
-    sizes = {
-        name: getattr(options, name)
-        for name in ("num_examples", "expected_batch_size", "num_steps")
+    """Returns the plan of exactly these numbers, without cap, reserve and recipe."""
+    sizes: dict[str, Any] = {
+        "num_examples": options.num_examples,
+        "expected_batch_size": options.expected_batch_size,
+        "num_steps": options.num_steps,
     }
-    for name, value in sizes.items():
-        if value is None:
+    for name, size in sizes.items():
+        if size is None:
             raise PrivacyConfigError(f"--{name} is required (or --recipe)")
     if (options.noise_multiplier is None) == (options.target_epsilon is None):
         raise PrivacyConfigError("give exactly one of --noise_multiplier and --target_epsilon")
@@ -174,7 +179,7 @@ def _of_numbers(options: PlanOptions) -> dict[str, Any]:
 
 
 def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
-    """What a recipe with these options claims and takes."""
+    """Returns the claim of a recipe with these options, and its memory, time and reads."""
     from trainer.config.machine import load_machine_settings
     from trainer.config.recipe import load_config
     from trainer.hardware import find_gpu
@@ -188,97 +193,105 @@ def _of_recipe(recipe: Path, options: PlanOptions) -> dict[str, Any]:
         plan_resources,
         planning_task,
     )
-    from trainer.planner.resources import examples as known_examples
+    from trainer.planner.resources import examples as examples_of
 
     for name, key in _RECIPE_KEYS.items():
-        value = getattr(options, name)
-        if value is not None and not (options.choose and name in _CHOICE_KEYS):
+        number = getattr(options, name)
+        if number is not None and not (options.choose and name in _CHOICE_KEYS):
             raise PrivacyConfigError(
-                f"the recipe states what --{name} is: give {key}={value} instead"
+                f"the recipe states what --{name} is: give {key}={number} instead"
             )
     config = load_config(recipe, options.overrides)
     machine = None if options.ds_config is None else load_machine_settings(options.ds_config)
-    gpu = (
-        None if options.gpu is None else find_gpu(options.gpu)
-    )  # a wrong name is refused before sigma is calibrated
+    # A wrong name is refused here, since calibrating sigma takes a while.
+    gpu = None if options.gpu is None else find_gpu(options.gpu)
     examples = None
-    num_examples = (
-        config.data.num_examples if options.num_examples is None else options.num_examples
-    )
+    num_examples = options.num_examples
+    if num_examples is None:
+        num_examples = config.data.num_examples
     if machine is not None or num_examples is None:
-        examples = known_examples(config, ROOT)
+        examples = examples_of(config, ROOT)
         num_examples = examples.count if num_examples is None else num_examples
     if num_examples is None:
-        shards, is_folder = (
-            shlex.quote(config.data.shards),
-            (ROOT / Path(config.data.shards).expanduser()).is_dir(),
-        )
+        is_folder = (ROOT / Path(config.data.shards).expanduser()).is_dir()
+        output = "" if is_folder else " --output DIR, and add data.index=DIR"
         raise PrivacyConfigError(
-            f"recipe {recipe} names no data.num_examples, and no index tells it: add data.num_examples=N, or index its shards: "
-            f"python launch_scripts/prepare.py index {shards}{'' if is_folder else ' --output DIR, and add data.index=DIR'}"
+            f"recipe {recipe} names no data.num_examples, and no index tells it: add "
+            "data.num_examples=N, or index its shards: python launch_scripts/prepare.py index "
+            f"{shlex.quote(config.data.shards)}{output}"
         )
     request = config.privacy.request(config.train.num_steps, num_examples)
-    if options.choose:  # on the data and for the guarantee that the options name
+    if options.choose:
+        # Batch and steps are chosen for the data and the guarantee that the options name.
         if options.target_epsilon is not None:
             request = replace(request, target_epsilon=options.target_epsilon, noise_multiplier=None)
         if options.delta is not None:
             request = replace(request, target_delta=options.delta)
-        if (size := request.expected_batch_size) > num_examples:
-            steps = max(1, round(size * request.num_steps / num_examples))
+        batch = request.expected_batch_size
+        if batch > num_examples:
+            steps = max(1, round(batch * request.num_steps / num_examples))
             _warn(
-                f"the recipe's batch of {size:,} is larger than the data: compared with {num_examples:,} in {steps:,} steps"
+                f"the recipe's batch of {batch:,} is larger than the data: "
+                f"compared with {num_examples:,} in {steps:,} steps"
             )
             request = replace(request, expected_batch_size=num_examples, num_steps=steps)
-    planned, result = _privacy(request, options, config.privacy.max_examples_per_owner)
-    parameters, kind = trained_count(planning_task(config, ROOT)[0].skeleton()), config.model.kind
+    privacy_plan, summary = _privacy(request, options, config.privacy.max_examples_per_owner)
+    task, _ = planning_task(config, ROOT)
+    parameters = trained_count(task.skeleton())
+    kind = config.model.kind
     if options.choose:
-        if (
-            request.target_epsilon is None
-        ):  # the recipe's own sigma says which epsilon there is to spend
+        if request.target_epsilon is None:
+            # The recipe's own sigma tells the epsilon to spend.
             request = replace(
-                request, target_epsilon=planned.epsilon_with_reserve, noise_multiplier=None
+                request, target_epsilon=privacy_plan.epsilon_with_reserve, noise_multiplier=None
             )
-        result["choice"] = choose(request, parameters, kind=kind)
-    signal = NoiseToSignal.of(planned, parameters, kind)
-    result["noise_to_signal"] = None if signal is None else signal.as_json()
+        summary["choice"] = choose(request, parameters, kind=kind)
+    signal = NoiseToSignal.of(privacy_plan, parameters, kind)
+    summary["noise_to_signal"] = None if signal is None else signal.as_json()
     if machine is not None:
         assert examples is not None
-        assumed = {
-            name: value for name in _ASSUMPTIONS if (value := getattr(options, name)) is not None
-        }
-        cluster = Cluster(options.engine or "deepspeed", options.world_size or 1, gpu, **assumed)
-        result["resources"] = resources = plan_resources(
-            config, machine, cluster, examples, planned, ROOT
-        )
+        assumptions = {}
+        for name in _ASSUMPTIONS:
+            if getattr(options, name) is not None:
+                assumptions[name] = getattr(options, name)
+        engine = options.engine or "deepspeed"
+        cluster = Cluster(engine, options.world_size or 1, gpu, **assumptions)
+        resources = plan_resources(config, machine, cluster, examples, privacy_plan, ROOT)
+        summary["resources"] = resources
         if "time" in resources:
-            mtbf = options.gpu_mtbf_hours or GPU_MTBF_HOURS
+            mtbf_hours = options.gpu_mtbf_hours or GPU_MTBF_HOURS
             resources["allocation"] = allocation(
-                resources, config, planned, options.gpu_price, mtbf
+                resources, config, privacy_plan, options.gpu_price, mtbf_hours
             )
-    return result
+    return summary
 
 
 def _privacy(
     request: PlanRequest, options: PlanOptions, max_examples_per_owner: int | None = None
 ) -> tuple[PrivacyPlan, dict[str, Any]]:
-    """The plan, and what it means."""
+    """Prints the sizes, calibrates, and returns the plan and its summary."""
     from rich.console import Console
 
     from privacy.plan.numbers import make_plan
     from trainer.planner.privacy import summarise
     from trainer.planner.tables import size_table
 
-    if not options.as_json:  # calibration may take half a minute
-        is_given = request.target_epsilon is None
-        known = request if is_given else replace(request, target_epsilon=None, noise_multiplier=1.0)
-        Console().print(size_table(make_plan(known)))
-    planned = make_plan(request, progress=_report_progress)
-    for line in planned.warnings:
+    if not options.as_json:
+        # Calibration may take half a minute; the sizes do not depend on sigma.
+        size_request = request
+        if request.target_epsilon is not None:
+            size_request = replace(request, target_epsilon=None, noise_multiplier=1.0)
+        Console().print(size_table(make_plan(size_request)))
+    privacy_plan = make_plan(request, progress=_report_progress)
+    for line in privacy_plan.warnings:
         _warn(line)
-    extras = not options.no_extras
-    return planned, summarise(
-        planned, _warn, extras=extras, max_examples_per_owner=max_examples_per_owner
+    summary = summarise(
+        privacy_plan,
+        _warn,
+        extras=not options.no_extras,
+        max_examples_per_owner=max_examples_per_owner,
     )
+    return privacy_plan, summary
 
 
 def _warn(line: str) -> None:
@@ -287,8 +300,8 @@ def _warn(line: str) -> None:
 
 def _report_progress(stage: str, sigma: float, epsilon: float) -> None:
     if sys.stderr.isatty():
-        line = f"calibrating ({stage}): noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon)}"
-        say(line, file=sys.stderr)
+        line = f"noise multiplier {sigma:.6f} gives epsilon {rounded_up(epsilon)}"
+        say(f"calibrating ({stage}): {line}", file=sys.stderr)
 
 
 def main() -> int:

@@ -1,12 +1,14 @@
 """Prepares data: the tar index and its check, imports, and synthetic shards.
 
 python launch_scripts/prepare.py index 'shards/train-{000..127}.tar' --output index/
-mpirun -n 16 python launch_scripts/prepare.py index 'https://host/train-{000..127}.tar' --output index/
+mpirun -n 16 python launch_scripts/prepare.py index 'https://host/{000..127}.tar' --output index/
 python launch_scripts/prepare.py verify 'shards/train-{000..127}.tar' --index index/
-python launch_scripts/prepare.py import --from coco captions_train2017.json --image_root train2017/ --output coco/
+python launch_scripts/prepare.py import --from coco captions_train2017.json \
+    --image_root train2017/ --output coco/
 python launch_scripts/prepare.py synthetic --output synthetic/ --num_examples 1000000
 
-Each command is a function of its options, which a notebook can call: index(IndexOptions(shards="shards/")).
+Each command is a function of its options, which a notebook can call:
+index(IndexOptions(shards="shards/")).
 """
 
 import argparse
@@ -44,7 +46,8 @@ from trainer.config.cli import Parser, run_command
 from trainer.config.options import Options, Shown, add_options, parse_options
 
 _STDERR = Console(stderr=True)
-_PREVIEW, _MAX_PREVIEW = 36, 120
+_PREVIEW = 36
+_MAX_PREVIEW = 120
 
 
 class PrepareOptions(Options):
@@ -60,7 +63,8 @@ class ShardOptions(PrepareOptions):
     """Options of commands that read shards."""
 
     shards: Annotated[str, Shown("SHARDS", is_positional=True)]
-    """comma list of tar files, globs, folders, ranges: train-{000..127}.tar, or of URLs with ranges"""
+    """comma list of tar files, globs, folders, ranges: train-{000..127}.tar, or of URLs with
+    ranges"""
     allow_plain_http: bool = False
     """see data.remote.allow_plain_http"""
 
@@ -76,7 +80,7 @@ class VerifyOptions(ShardOptions):
     """Options of `verify`."""
 
     index: Annotated[Path, Shown("DIR")]
-    """what `index` wrote"""
+    """folder that `index` wrote"""
 
 
 class WriterOptions(PrepareOptions):
@@ -108,7 +112,7 @@ class ImportOptions(WriterOptions):
     image_root: Annotated[Path | None, Shown("DIR")] = None
     """folder that image paths start from (default: that of SRC)"""
     size: Annotated[int, Shown("PIXELS"), Field(ge=1)] = 256
-    """images are shrunk until their shorter side has this (default: 256)"""
+    """the shorter side to which larger images are shrunk (default: 256)"""
     duplicate_distance: Annotated[int, Shown("BITS"), Field(ge=0, le=10)] = 4
     """near copies differ in at most this many bits, 0 to 10 (default: 4)"""
     keep_near_duplicates: bool = False
@@ -118,9 +122,10 @@ class ImportOptions(WriterOptions):
     max_per_owner: Annotated[int | None, Shown("K"), Field(ge=1)] = None
     """keep at most K examples of an owner"""
     text_holds: Literal["caption", "captions"] = "caption"
-    """what a .txt next to an image holds: one caption, or one caption per line (default: caption)"""
+    """content of a .txt next to an image: one caption, or one in each line (default: caption)"""
     heldout_share: Annotated[float, Shown("S"), Field(ge=0, le=0.5)] = 0.0
-    """about this share of the examples goes to DIR/heldout, near copies and an owner's examples together (default: 0)"""
+    """share of the examples, about, that goes to DIR/heldout, near copies and an owner's examples
+    together (default: 0)"""
 
     @model_validator(mode="after")
     def _owners_have_a_limit(self) -> "ImportOptions":
@@ -145,9 +150,10 @@ class SyntheticOptions(WriterOptions):
 
 
 def index(options: IndexOptions) -> ExampleTable | None:
-    """Builds the index of a set of shards, or brings it up to date: shards that it knows are not read again.
+    """Builds the index of a set of shards, or updates it without reading indexed shards again.
 
-    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the workers, and get None.
+    A build that was stopped goes on where it was. Under `mpirun -n N` the other ranks are the
+    workers, and get None.
     """
     folder = Path(options.shards).expanduser()
     if options.output is None and not folder.is_dir():
@@ -168,16 +174,15 @@ def index(options: IndexOptions) -> ExampleTable | None:
             progress=_STDERR.is_terminal,
         )
         seconds = time.perf_counter() - start
-    say(
-        f"{len(table)} examples in {len(table.entries)} shards, {len(table) / seconds:.0f} examples/s: {output}"
-    )
+    sizes = f"{len(table)} examples in {len(table.entries)} shards"
+    say(f"{sizes}, {len(table) / seconds:.0f} examples/s: {output}")
     for line in (*shards.remarks(), *table.remarks()):
         say(line, file=sys.stderr)
     return table
 
 
 def verify(options: VerifyOptions) -> None:
-    """Hashes all shards again and notes their present times."""
+    """Hashes all shards again and records their present times."""
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return
@@ -196,16 +201,18 @@ def verify(options: VerifyOptions) -> None:
 def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     """Imports image-text pairs from elsewhere as clean, deduplicated tar shards.
 
-    Copies multiply the privacy loss, so they are removed; the report says what was dropped and why. The report is private: it
-    counts private data without noise.
+    Copies multiply the privacy loss, so they are removed; the report states what was dropped and
+    why. The report is private: it counts private data without noise.
     """
     from data.importers.convert import Settings
     from data.importers.pipeline import REPORT, import_examples
     from data.importers.sources import Columns, open_source
 
     distance = None if options.keep_near_duplicates else options.duplicate_distance
-    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
-    settings = Settings(**chosen | {"duplicate_distance": distance})
+    names = [field.name for field in dataclasses.fields(Settings)]
+    choices = {name: getattr(options, name) for name in names}
+    choices["duplicate_distance"] = distance
+    settings = Settings(**choices)
     with worker_pool(options.workers) as pool:
         if not pool.is_main:
             return None
@@ -236,43 +243,41 @@ def import_pairs(options: ImportOptions) -> dict[str, Any] | None:
     table.add_column("for example", style="dim")
     for suffix, count in report["other_files"].items():
         table.add_row(escape(printable(f"not read: files with suffix {suffix}")), f"{count:,}", "")
-    if folders := report["other_folders"]:
-        named = escape(printable("; ".join(folders[:2])))
-        what = (
-            "linked folders, not followed"
-            if options.source_format == "folder"
-            else "folders, not entered"
-        )
-        table.add_row(what, f"{len(folders):,}", named)
+    folders = report["other_folders"]
+    if folders:
+        title = "folders, not entered"
+        if options.source_format == "folder":
+            title = "linked folders, not followed"
+        table.add_row(title, f"{len(folders):,}", escape(printable("; ".join(folders[:2]))))
     if report["joined_records"]:
         table.add_row(
             "joined: records of a picture that came before", f"{report['joined_records']:,}", ""
         )
     table.add_row("read", f"{report['read']:,}", "")
     for reason, count in report["dropped"].items():
+        title = f"dropped: {report['reasons'][reason]}"
         samples = "; ".join(report["samples"].get(reason, [])[:2])
-        table.add_row(
-            f"dropped: {report['reasons'][reason]}", f"{count:,}", escape(printable(samples))
-        )
+        table.add_row(title, f"{count:,}", escape(printable(samples)))
     table.add_row("written", f"{report['written']:,}", "")
     if options.heldout_share:
         table.add_row("held out of these", f"{report['held_out']:,}", "")
     Console().print(table)
-    pairs, shards = (
-        report["written"] - report["held_out"],
-        shlex.quote(f"data.shards={options.output}"),
-    )
+    num_pairs = report["written"] - report["held_out"]
     has_captions = True
-    for path in sorted(options.output.glob("train-*.tar"))[:1]:  # all may be held out
+    # There is no training shard if all examples are held out.
+    for path in sorted(options.output.glob("train-*.tar"))[:1]:
         with tarfile.open(path) as shard:
             has_captions = any(name.endswith(".txt") for name in shard.getnames())
-    plan = f"python launch_scripts/plan.py --recipe recipes/own_pictures.toml {shards} data.num_examples={pairs} --choose"
-    say(
-        f"{report['written']} of {report['read']} items: {options.output}; {REPORT} there is private",
-        f"{pairs:,} training pairs; next: {plan}"
-        if has_captions
-        else f"{pairs:,} labelled training pictures; next: docs/own_pictures.md, 'A few thousand pictures'",
-    )
+    if has_captions:
+        shards = shlex.quote(f"data.shards={options.output}")
+        command = "python launch_scripts/plan.py --recipe recipes/own_pictures.toml"
+        overrides = f"{shards} data.num_examples={num_pairs}"
+        advice = f"{num_pairs:,} training pairs; next: {command} {overrides} --choose"
+    else:
+        page = "docs/own_pictures.md, 'A few thousand pictures'"
+        advice = f"{num_pairs:,} labelled training pictures; next: {page}"
+    sizes = f"{report['written']} of {report['read']} items"
+    say(f"{sizes}: {options.output}; {REPORT} there is private", advice)
     return report
 
 
@@ -288,7 +293,8 @@ def synthetic(options: SyntheticOptions) -> None:
         generator = SyntheticData(options.seed, options.image_size, options.content)
         count = max(min(options.num_examples or _PREVIEW, _MAX_PREVIEW), 1)
         examples = [generator.example(number) for number in range(count)]
-        sheet = contact_sheet([e.image_HWC for e in examples], [e.caption for e in examples])
+        images = [example.image_HWC for example in examples]
+        sheet = contact_sheet(images, [example.caption for example in examples])
         try:
             sheet.save(options.preview, "PNG")
         except OSError as error:
@@ -310,19 +316,19 @@ def synthetic(options: SyntheticOptions) -> None:
         if not pool.is_main:
             return
         with _progress() as bar:
-            advance = functools.partial(
-                bar.advance, bar.add_task("drawing", total=settings.num_examples)
-            )
+            drawing = bar.add_task("drawing", total=settings.num_examples)
             provenance = write_synthetic(
-                options.output, settings, executor=pool.executor, advance=advance
+                options.output,
+                settings,
+                executor=pool.executor,
+                advance=functools.partial(bar.advance, drawing),
             )
-    print(
-        f"{settings.num_examples} examples in {settings.num_shards} shards, with {provenance.name}: {options.output}"
-    )
+    sizes = f"{settings.num_examples} examples in {settings.num_shards} shards"
+    print(f"{sizes}, with {provenance.name}: {options.output}")
 
 
 def _progress() -> Progress:
-    """Bars on a terminal, nothing elsewhere."""
+    """Returns progress bars that show on a terminal only."""
     return Progress(console=_STDERR, transient=True, disable=not _STDERR.is_terminal)
 
 
@@ -332,11 +338,11 @@ COMMANDS: dict[str, tuple[type[Options], Callable[[Any], object]]] = {
     "import": (ImportOptions, import_pairs),
     "synthetic": (SyntheticOptions, synthetic),
 }
-"""Options of each command, and the function that takes them; the first line of its docstring is its help."""
+"""Options and function of each command; the first line of the function's docstring is its help."""
 
 
 def parse_args(arguments: list[str] | None = None) -> Options:
-    """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
+    """Returns the options of the chosen command; a bad argument is a ConfigError (exit 2)."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="prepare.py", description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -352,7 +358,9 @@ def parse_args(arguments: list[str] | None = None) -> Options:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the chosen command; by default that of the process."""
     options = parse_args(arguments)
-    next(function for model, function in COMMANDS.values() if model is type(options))(options)
+    for model, function in COMMANDS.values():
+        if model is type(options):
+            function(options)
     return 0
 
 

@@ -1,11 +1,12 @@
-"""Privacy card of a run: what it guarantees, recomputed from its ledger.
+"""Writes the privacy card of a run: its guarantee, recomputed from its ledger.
 
-    python launch_scripts/report.py --run_dir runs/quickstart [--json] [--methods] [--publish published]
+    python launch_scripts/report.py --run_dir RUN_DIR [--json] [--methods] [--publish published]
 
-Writes RUN_DIR/report/privacy_card.json, .md and .html (one file, nothing external). Works while the run goes
-on: it takes no lock and changes nothing else. --publish copies what may be published into a new folder, the newest checkpoint
-included, without the times of files, names what it leaves out, and prints two values to keep elsewhere; --time_stamp has an
-RFC 3161 authority sign them. Exit codes: 0 done, 2 no such run, 4 the ledger is broken.
+Writes RUN_DIR/report/privacy_card.json, .md and .html (one file, nothing external). Works while the
+run goes on: it takes no lock and changes nothing else. --publish copies the public files and the
+newest checkpoint into a new folder, without the times of files, names the files that it leaves out,
+and prints two values to keep elsewhere; --time_stamp has an RFC 3161 authority sign them. Exit
+codes: 0 done, 2 no such run, 4 the ledger is broken.
 """
 
 import sys
@@ -36,7 +37,8 @@ class ReportOptions(Options):
     publish: Path | None = None
     """copy the public files of the run into this new folder"""
     time_stamp: str | None = None
-    """with --publish: address of an RFC 3161 authority, which is sent a hash of the two values to keep elsewhere"""
+    """with --publish: address of an RFC 3161 authority, which gets a hash of the two values to keep
+    elsewhere"""
     no_checkpoints: bool = False
     """publish no checkpoint; otherwise the newest whole one goes with the other files"""
     methods: bool = False
@@ -46,10 +48,11 @@ class ReportOptions(Options):
 
 
 def report(options: ReportOptions) -> "PrivacyCard":
-    """Computes the card, writes its files into the run folder, and prints a summary or the card itself.
+    """Computes the card, writes its files into the run folder, and prints a summary or the card.
 
     Raises:
-        ConfigError: no such run, its folder cannot be written, or the folder to publish to is not new (exit 2).
+        ConfigError: no such run, its folder cannot be written, or the folder to publish to is not
+            new (exit 2).
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
     from privacy.accounting.rounding import rounded_up
@@ -62,7 +65,8 @@ def report(options: ReportOptions) -> "PrivacyCard":
 
     if options.time_stamp is not None and options.publish is None:
         raise ConfigError("--time_stamp is for what is published: give --publish FOLDER too")
-    if options.publish is not None:  # the card takes a while
+    if options.publish is not None:
+        # The card takes a while, so this refusal comes first.
         require_new(options.publish)
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
@@ -76,17 +80,16 @@ def report(options: ReportOptions) -> "PrivacyCard":
         claim = f"formal_guarantee: false ({'; '.join(card.reasons)}); no epsilon is claimed"
     summary = [f"{progress}; {claim}", *(f"note: {line}" for line in card.warnings)]
     lines = [f"privacy card: {path}" for path in paths]
-    if options.publish is not None:  # before anything is printed: a refusal is one line
-        kept = fingerprint(options.run_dir, card.ledger, options.time_stamp)
-        lines += (
-            publish(
-                options.run_dir,
-                options.publish,
-                card.ledger,
-                checkpoints=not options.no_checkpoints,
-            )
-            + kept
+    if options.publish is not None:
+        # Nothing is printed yet, so a refusal is one line.
+        fingerprint_lines = fingerprint(options.run_dir, card.ledger, options.time_stamp)
+        lines += publish(
+            options.run_dir,
+            options.publish,
+            card.ledger,
+            checkpoints=not options.no_checkpoints,
         )
+        lines += fingerprint_lines
     if options.methods:
         from privacy.card.render import to_markdown
 
@@ -98,7 +101,7 @@ def report(options: ReportOptions) -> "PrivacyCard":
 
 
 def parse_args(arguments: list[str] | None = None) -> ReportOptions:
-    """The command line; a bad argument is a ConfigError (exit 2)."""
+    """Returns the arguments of the command line; a bad argument is a ConfigError (exit 2)."""
     return options_of(__doc__, ReportOptions, arguments)
 
 

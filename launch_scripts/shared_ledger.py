@@ -1,9 +1,11 @@
-"""A data owner's ledger over several runs on the same data.
+"""Keeps a data owner's ledger over several runs on the same data.
 
-python launch_scripts/shared_ledger.py create PATH --target_epsilon 8 --delta 1e-9 [--mirror FILE] [--informal_runs]
+python launch_scripts/shared_ledger.py create PATH --target_epsilon 8 --delta 1e-9 \
+    [--mirror FILE] [--informal_runs]
 python launch_scripts/shared_ledger.py show PATH [--json]
-A run joins with privacy.shared_ledger=PATH and reserves its whole budget before it touches data. Exit 3: no room next to the
-other runs; exit 2: the run would not fit even alone; exit 4: the file is refused.
+A run joins with privacy.shared_ledger=PATH and reserves its complete budget before it touches data.
+Exit 3: no room next to the other runs; exit 2: the run would not fit even alone; exit 4: the file
+is refused.
 """
 
 import json
@@ -60,9 +62,8 @@ def create(options: CreateOptions) -> None:
         informal_runs=options.informal_runs,
         mirror=options.mirror,
     )
-    print(
-        f"{options.path}: epsilon {options.target_epsilon:g} at delta {options.delta:g} for all runs together"
-    )
+    budget = f"epsilon {options.target_epsilon:g} at delta {options.delta:g}"
+    print(f"{options.path}: {budget} for all runs together")
 
 
 def show(options: ShowOptions) -> None:
@@ -72,27 +73,29 @@ def show(options: ShowOptions) -> None:
 
     if not options.path.exists():
         raise ConfigError(
-            f"{options.path}: there is no such file; `shared_ledger.py create` makes a shared ledger"
+            f"{options.path}: there is no such file; "
+            "`shared_ledger.py create` makes a shared ledger"
         )
     summary = SharedLedger(options.path).summary()
     if options.as_json:
         say(json.dumps(summary))
         return
-    reserved, total, accounting = (
-        summary[name] for name in ("epsilon_reserved", "epsilon", "accounting")
+    reserved_epsilon = rounded_up(summary["epsilon_reserved"])
+    total_epsilon = summary["epsilon"]
+    print(
+        f"{options.path}: {reserved_epsilon} of epsilon {total_epsilon:g} reserved "
+        f"({summary['accounting']})"
     )
-    print(f"{options.path}: {rounded_up(reserved)} of epsilon {total:g} reserved ({accounting})")
     for run in summary["runs"]:
-        chosen = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
-        say(
-            f"  {run['time_utc']}  {run['run'][:12]}  {run['name']}: epsilon {rounded_up(run['epsilon'])} alone, {chosen}"
-        )
+        schedule = "chosen after outputs" if run["chosen_after_outputs"] else "fixed in advance"
+        label = f"{run['time_utc']}  {run['run'][:12]}  {run['name']}"
+        say(f"  {label}: epsilon {rounded_up(run['epsilon'])} alone, {schedule}")
     for run in summary["informal_runs"]:
         say(f"  {run['name']}: no guarantee, covered by nothing here ({run['reason']})")
 
 
 def parse_args(arguments: list[str] | None = None) -> CreateOptions | ShowOptions:
-    """The options of the chosen command; a bad argument is a ConfigError (exit 2)."""
+    """Returns the options of the chosen command; a bad argument is a ConfigError (exit 2)."""
     commands: dict[str, type[CreateOptions | ShowOptions]] = {
         "create": CreateOptions,
         "show": ShowOptions,
@@ -101,7 +104,7 @@ def parse_args(arguments: list[str] | None = None) -> CreateOptions | ShowOption
 
 
 def main() -> None:
-    """Creates or shows."""
+    """Creates or shows a shared ledger."""
     options = parse_args()
     if isinstance(options, CreateOptions):
         create(options)

@@ -1,11 +1,13 @@
-"""Scaling studies: a grid of training runs from one TOML file, resumable, and their comparison.
+"""Trains a scaling study, a resumable grid of runs from one TOML file, and compares the runs.
 
-python launch_scripts/study.py run studies/batch_size_dpcap.toml --workers 2      the same command again resumes
-python launch_scripts/study.py report --study_dir runs/studies/batch_size_dpcap   tables and plots
+python launch_scripts/study.py run studies/batch_size_dpcap.toml --workers 2
+python launch_scripts/study.py report --study_dir runs/studies/batch_size_dpcap
 
-Every point is an ordinary run folder that launch_scripts/train.py trains. Exit codes of `run`: 0 all points are done;
-2 bad study, or bad recipe of a point; 3 the budget of some point is spent and steps remain; 4 the shared ledger is refused;
-7 stopped on request, resumable; otherwise the code of the first run that failed.
+`run` trains all points; the same command again resumes. `report` writes tables and plots. Every
+point is an ordinary run folder that launch_scripts/train.py trains. Exit codes of `run`: 0 all
+points are done; 2 bad study, or bad recipe of a point; 3 the budget of some point is spent and
+steps remain; 4 the shared ledger is refused; 7 stopped on request, resumable; otherwise the code of
+the first run that failed.
 """
 
 import sys
@@ -57,7 +59,7 @@ class RunOptions(Options):
 
 
 class ReportOptions(Options):
-    """Writes study_dir/report/ from what the runs left behind, finished or not."""
+    """Writes study_dir/report/ from the folders of the runs, finished or not."""
 
     study_dir: Annotated[Path, Shown("DIR")]
     """folder of the study"""
@@ -71,51 +73,56 @@ def run(options: RunOptions) -> int:
 
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
-    planned = plan_points(study, f"study {options.study}", ROOT)
-    require_useful_starts(planned, ROOT)
+    points = plan_points(study, f"study {options.study}", ROOT)
+    require_useful_starts(points, ROOT)
     with folder.locked():
-        late = folder.prepare(study, options.study.read_text(), planned)
-        count = sum(one.config.privacy.simulation for one in planned)
-        simulated = f", {count} of them TAN simulations, which are not private" if count else ""
-        say(f"study {study.name}: {len(planned)} points{simulated}; folder {folder.root}")
-        if late:
+        late_points = folder.prepare(study, options.study.read_text(), points)
+        num_simulations = sum(point.config.privacy.simulation for point in points)
+        sizes = f"{len(points)} points"
+        if num_simulations:
+            sizes += f", {num_simulations} of them TAN simulations, which are not private"
+        say(f"study {study.name}: {sizes}; folder {folder.root}")
+        if late_points:
             say(
-                f"chosen after outputs, so charged by an RDP filter (docs/planning.md): {', '.join(late)}"
+                "chosen after outputs, so charged by an RDP filter (docs/planning.md): "
+                f"{', '.join(late_points)}"
             )
-        names = [one.name for one in planned]
+        names = [point.name for point in points]
         if options.executor == "slurm-array":
             allocation = {name: getattr(options, name) for name in ALLOCATION}
             for line in submit_array(folder, study, names, options.workers, allocation):
                 say(line)
             return 0
-        before = sum(folder.progress(name) == "finished" for name in names)
+        num_finished = sum(folder.progress(name) == "finished" for name in names)
         codes = run_local(folder, study, names, options.workers, say)
-    done = sum(code == 0 for code in codes.values())
-    earlier = f" ({before} were done before)" if before else ""
-    rest = "" if done == len(names) else "; the same command goes on with the rest"
-    say(f"{done} of {len(names)} points are done{earlier}{rest}")
+    num_done = sum(code == 0 for code in codes.values())
+    sentence = f"{num_done} of {len(names)} points are done"
+    if num_finished:
+        sentence += f" ({num_finished} were done before)"
+    if num_done < len(names):
+        sentence += "; the same command goes on with the rest"
+    say(sentence)
     return exit_code(codes)
 
 
 def report(options: ReportOptions) -> int:
-    """Writes study_dir/report/ from what the runs left behind, finished or not."""
+    """Writes study_dir/report/ from the folders of the runs, finished or not."""
     from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import load_study, plan_points
     from trainer.studies.report import collect, write_report
 
     folder = StudyFolder(options.study_dir)
     study = load_study(folder.definition)
-    planned = plan_points(study, f"study {folder.definition}", ROOT)
-    results, missing = collect(folder, planned)
+    points = plan_points(study, f"study {folder.definition}", ROOT)
+    results, missing = collect(folder, points)
     page = write_report(folder, study, results, missing)
-    say(
-        f"{sum(result.progress == 'finished' for result in results)} of {len(planned)} points are done; {page}"
-    )
+    num_finished = sum(point.progress == "finished" for point in results)
+    say(f"{num_finished} of {len(points)} points are done; {page}")
     return 0
 
 
 def parse_args(arguments: list[str] | None = None) -> RunOptions | ReportOptions:
-    """The command line; a bad argument is a ConfigError (exit 2)."""
+    """Returns the arguments of the command line; a bad argument is a ConfigError (exit 2)."""
     commands: dict[str, type[RunOptions | ReportOptions]] = {
         "run": RunOptions,
         "report": ReportOptions,

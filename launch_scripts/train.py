@@ -1,9 +1,10 @@
 """Train a model with differential privacy.
 
-    deepspeed launch_scripts/train.py --ds_config ds_configs/zero3.json --recipe recipes/quickstart.toml
+    deepspeed launch_scripts/train.py --ds_config ds_configs/zero3.json --recipe RECIPE.toml
 
-The same command again resumes; on a finished run it says so and exits 0. Exit codes: 0 done, 2 bad input, 3 the budget is
-spent and steps remain, 4 the privacy state is refused, 7 stopped early on request and resumable, 1 anything else.
+The same command again resumes; on a finished run it says so and exits 0. Exit codes: 0 done, 2 bad
+input, 3 the budget is spent and steps remain, 4 the privacy state is refused, 7 stopped early on
+request and resumable, 1 anything else.
 """
 
 import argparse
@@ -15,34 +16,28 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-if __name__ == "__main__":  # not in its workers
-    for stop in (
-        signal.SIGTERM,
-        signal.SIGUSR1,
-        signal.SIGINT,
-    ):  # while modules are imported there is nothing to save
+# Data workers import this module too, and keep their own handlers.
+if __name__ == "__main__":
+    # While modules are imported there is nothing to save.
+    for stop in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         if signal.getsignal(stop) != signal.SIG_IGN:
             signal.signal(stop, lambda number, frame: os._exit(7))
 
 ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER_OPTIONS = {
-    *(
-        "--num_gpus",
-        "--num_nodes",
-        "--hostfile",
-        "--include",
-        "--exclude",
-        "--master_addr",
-        "--master_port",
-    ),
-    *(
-        "--launcher",
-        "--nproc_per_node",
-        "--nproc-per-node",
-        "--nnodes",
-        "--node_rank",
-        "--node-rank",
-    ),
+    "--num_gpus",
+    "--num_nodes",
+    "--hostfile",
+    "--include",
+    "--exclude",
+    "--master_addr",
+    "--master_port",
+    "--launcher",
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "--nnodes",
+    "--node_rank",
+    "--node-rank",
 }
 sys.path.insert(0, str(ROOT))
 
@@ -50,16 +45,17 @@ from trainer.config.environment import require_packages
 
 require_packages()
 
-# Before torch is imported: a store that is gone is one line of ours, not a stack of C++ frames.
+# torch reads this when it is imported. It hides C++ frames where a store is lost, since the trainer
+# prints a line of its own.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-if not sys.warnoptions:  # what torch and DeepSpeed will rename is nothing that a user can mend; python -W default shows it
+if not sys.warnoptions:
+    # A user cannot mend what torch and DeepSpeed will rename; python -W default shows the warnings.
     warnings.simplefilter("ignore", FutureWarning)
 
 from trainer.ranks.discovery import launcher_processes, watch
 
-LAUNCHER = (
-    launcher_processes()
-)  # before torch is imported, which takes seconds in which a launcher may go
+# The launcher may end in the seconds that the import of torch takes.
+LAUNCHER = launcher_processes()
 
 from privacy.errors import folded, say
 from trainer.config.cli import Parser, explain, prepare_console, require_open_files
@@ -79,7 +75,7 @@ if TYPE_CHECKING:
 
 
 def parse_args(arguments: list[str]) -> argparse.Namespace:
-    """Command-line arguments; a bad one is a ConfigError (exit 2)."""
+    """Returns the arguments of the command line; a bad argument is a ConfigError (exit 2)."""
     parser = Parser(
         prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,13 +101,21 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--restart_from_step_0",
         action="store_true",
-        help="where the ledger records a checkpoint and none is there any more: begin again, charging all steps again",
+        help="begin again, and charge all steps again, if the ledger records a checkpoint that is "
+        "gone",
     )
-    meaning = "ask all that a start asks, print what would run, how long and at what epsilon, and leave nothing behind"
-    parser.add_argument("--dry_run", action="store_true", help=meaning)
-    meaning = "environment variables that need not be the same on all ranks"
-    parser.add_argument("--may_differ", default="", metavar="NAME,NAME", help=meaning)
-    # The launcher adds this one; the environment holds it, too.
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="make all checks of a start, print run, time and epsilon, and leave nothing behind",
+    )
+    parser.add_argument(
+        "--may_differ",
+        default="",
+        metavar="NAME,NAME",
+        help="environment variables that may differ between ranks",
+    )
+    # The launcher adds this option; the environment states the local rank, too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="overrides of single recipe keys"
@@ -127,20 +131,28 @@ def parse_args(arguments: list[str]) -> argparse.Namespace:
             )
     options = parser.parse_intermixed_args(arguments)
     for name, least in (("rendezvous_seconds", 1), ("heartbeat_seconds", 5)):
-        if not least <= getattr(options, name) <= LONGEST_RENDEZVOUS_SECONDS:
+        seconds = getattr(options, name)
+        if not least <= seconds <= LONGEST_RENDEZVOUS_SECONDS:
             parser.error(
-                f"argument --{name}: must be at least {least} and at most {LONGEST_RENDEZVOUS_SECONDS:g}, a day, not "
-                f"{getattr(options, name):g}"
+                f"argument --{name}: must be at least {least} and at most "
+                f"{LONGEST_RENDEZVOUS_SECONDS:g}, a day, not {seconds:g}"
             )
-    options.may_differ = tuple(filter(None, map(str.strip, options.may_differ.split(","))))
+    variables = map(str.strip, options.may_differ.split(","))
+    options.may_differ = tuple(filter(None, variables))
     return options
 
 
 def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
-    """Never returns: see `trainer.ranks.distributed.finish`. Only tests pass a noise source."""
+    """Trains or makes a dry run, and ends the process (see `trainer.ranks.distributed.finish`).
+
+    Args:
+        noise: a noise source of a test; None otherwise.
+    """
     prepare_console()
     ranks = Ranks()
-    try:  # torch takes seconds to import, so what needs neither it nor another rank comes first: a wrong key is answered at once
+    # torch takes seconds to import. Checks that need neither torch nor another rank come first, so
+    # that a wrong key is refused at once.
+    try:
         ranks = discover_ranks(os.environ)
         require_open_files(ranks.world_size)
         watch(LAUNCHER, speaks=ranks.local_rank == 0)
@@ -148,8 +160,8 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         config = load_config(options.recipe, options.overrides)
     except Exception as error:
         explain(error, ranks.rank)
-        known = in_one_line(error)
-        sys.exit(1 if known is None else known.exit_code)
+        refusal = in_one_line(error)
+        sys.exit(1 if refusal is None else refusal.exit_code)
     from trainer.config.machine import load_machine_settings
     from trainer.engines import require_supported
     from trainer.loop.stopping import end_on_signals
@@ -162,13 +174,13 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
         require_supported(options.engine, machine, ranks.world_size)
         run_dir = (options.run_dir or ROOT / "runs" / config.name).resolve()
         restart = options.restart_from_step_0
-        chosen = {
+        arguments_of_ranks = {
             "--engine": options.engine,
             "--run_dir": str(run_dir),
             "--restart_from_step_0": str(restart),
+            "--dry_run": str(options.dry_run),
         }
-        chosen["--dry_run"] = str(options.dry_run)
-        settings = settings_of(os.environ, ROOT, config, machine, chosen)
+        settings = settings_of(os.environ, ROOT, config, machine, arguments_of_ranks)
         device = start(
             ranks,
             options.rendezvous_seconds,
@@ -177,12 +189,14 @@ def main(arguments: list[str], noise: "NoiseSource | None" = None) -> None:
             may_differ=options.may_differ,
         )
         if ranks.is_main:
-            what = "a dry run" if options.dry_run else "training"
-            on = f"{what} on {where(ranks.world_size, device)}, {machine.compute_dtype}".replace(
-                "torch.", ""
+            job = "a dry run" if options.dry_run else "training"
+            dtype = str(machine.compute_dtype).replace("torch.", "")
+            recipe_lines = resolve_recipe(options.recipe, options.overrides).publicity_lines(config)
+            say(
+                f"{job} on {where(ranks.world_size, device)}, {dtype}",
+                *recipe_lines,
+                folds=True,
             )
-            recipe = resolve_recipe(options.recipe, options.overrides)
-            say(on, *recipe.publicity_lines(config), folds=True)
         if options.dry_run:
             from trainer.run.dry_run import dry_run
 

@@ -1,9 +1,10 @@
-"""torchrun that ends as its ranks end: with their exit code, and with the one line that they have printed.
+"""Runs torchrun and ends as its ranks end: with their exit code and their line on the console.
 
     python launch_scripts/cluster/torchrun.py --nproc_per_node 8 launch_scripts/train.py ARGUMENTS
 
-It takes torchrun's own options. The command `torchrun` ends with 1 and a traceback of its own whatever its ranks say, also where
-they have saved and ended with 7 because they were asked to stop; a scheduler then cannot tell a stop from a crash.
+It takes torchrun's own options. The command `torchrun` ends with 1 and a traceback whatever its
+ranks say, also if they saved and ended with 7 on request; a scheduler cannot tell that from a
+crash.
 """
 
 import os
@@ -27,9 +28,10 @@ from privacy.errors import STOPPED_EARLY
 
 
 def run(arguments: list[str]) -> int:
-    """Runs torchrun's agent on this host and returns the exit code of the rank that ended first with another one than 0."""
+    """Runs torchrun's agent on this host and returns the first exit code above 0 of a rank."""
     if parse_args(arguments).max_restarts > 0:
-        # The agents' common store is on the host of rank 0. When that host is lost, agents of torch 2.13 still send ranks there.
+        # The agents share a store on the host of rank 0. When that host is lost, agents of torch
+        # 2.13 still send ranks there.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         main(arguments)
@@ -40,11 +42,11 @@ def run(arguments: list[str]) -> int:
         name = signal.Signals(-failure.exitcode).name
         print(f"error: rank {rank} was ended by {name}; the same command resumes", file=sys.stderr)
         return 1
-    except (
-        SignalException
-    ):  # the agent has passed the signal on and has waited until its ranks had ended
+    except SignalException:
+        # The agent has passed the signal on and has waited until its ranks had ended.
         return STOPPED_EARLY
-    except (RendezvousError, DistError) as error:  # nobody at the endpoint, or its port is taken
+    except (RendezvousError, DistError) as error:
+        # No agent answers at the endpoint, or its port is taken.
         print(f"error: the agents did not meet: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0

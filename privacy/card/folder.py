@@ -103,7 +103,7 @@ def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
     try:
         with contextlib.suppress(verify.Undecided):
             verify.compare_plan(verify.read_ledger(run_dir / "ledger.jsonl"), recipe)
-    except (verify.Violated, verify.BadInput, *verify.OF_ODD_FIELDS) as error:
+    except (verify.Violated, verify.BadInput, *verify.FIELD_ERRORS) as error:
         raise PrivacyStateRefused(
             f"{run_dir}: {error}: one of the two was changed; restore it"
         ) from error

@@ -69,7 +69,7 @@ def refuted(path: Path) -> str:
     records = [json.loads(line) for line in path.read_bytes().splitlines()]
     ours, theirs = refutation.noise_seen(records)[1], ""
     try:
-        verify.seen(verify.read_ledger(path))
+        verify.noise_of_ledger(verify.read_ledger(path))
     except verify.Violated as error:
         theirs = str(error)
     assert bool(ours) == bool(theirs), (ours, theirs)
@@ -226,9 +226,9 @@ def test_a_norm_that_one_done_leaves_out_is_refused_by_both_readers(tmp_path: Pa
     with pytest.raises(PrivacyStateRefused, match="does not state the norm of what it noised"):
         ledger_of(tmp_path / "more.jsonl", plan_of(2), lambda *_: {})
     read = verify.read_ledger(path)
-    read.released[1][-1].pop("noised_norm")
+    read.releases[1][-1].pop("noised_norm")
     with pytest.raises(verify.Violated, match="`done` of step 2 does not state what was noised"):
-        verify.seen(read)
+        verify.noise_of_ledger(read)
 
 
 # Real steps

@@ -385,7 +385,7 @@ def edge(holds: Callable[[int], bool], first: int, step: int) -> int:
 
 def verified(plan: PrivacyPlan, d: int, exponent: int) -> None:
     read = verify.read_plan(json.loads(json.dumps(plan.frozen_fields())), head=False)
-    verify.check_step({"sum_exponent": exponent, "noised_coordinates": d}, read)
+    verify.check_sum_exponent({"sum_exponent": exponent, "noised_coordinates": d}, read)
 
 
 def test_the_verifier_asks_for_steps_that_are_fine_enough_and_have_room() -> None:
@@ -417,9 +417,11 @@ def test_the_verifier_asks_for_the_steps_of_a_head_s_statistics() -> None:
         (0.001, whole, "a sum of 1000 examples passes 2\\^62"),
     ):
         stated = [release | {"std": std}]
-        verify.check_steps_of_head({"sum_exponents": {"moments": last}}, read, stated)
+        verify.check_sum_exponents_of_head({"sum_exponents": {"moments": last}}, read, stated)
         with pytest.raises(verify.Violated, match=words):
-            verify.check_steps_of_head({"sum_exponents": {"moments": last + 1}}, read, stated)
+            verify.check_sum_exponents_of_head(
+                {"sum_exponents": {"moments": last + 1}}, read, stated
+            )
     for exponents in ({}, {"moments": 20, "other": 20}, {"moments": 20.5}):
-        with pytest.raises(verify.Violated, match="states no step for each release"):
-            verify.check_steps_of_head({"sum_exponents": exponents}, read, [release])
+        with pytest.raises(verify.Violated, match="must state a step for each release"):
+            verify.check_sum_exponents_of_head({"sum_exponents": exponents}, read, [release])

@@ -121,10 +121,10 @@ def account(request: PlanRequest, names: Sequence[str]) -> dict[str, Any]:
             for count in (plan.num_steps, plan.max_intents)
         ]
     assert all(
-        math.isclose(a, b, rel_tol=verify.HAIR)
+        math.isclose(a, b, rel_tol=verify.ROUNDING)
         for a, b in zip(verified, (planned, most), strict=True)
     ), verified
-    assert math.isclose(read.noise_tail(), plan.noise_tail_delta, rel_tol=verify.HAIR)
+    assert math.isclose(read.noise_tail(), plan.noise_tail_delta, rel_tol=verify.ROUNDING)
     assert plan.expected_batch_size <= plan.cap <= read["usual_cap"]
 
     releases, delta = plan.release_group(plan.max_intents), plan.accounted_delta

@@ -186,9 +186,12 @@ def test_what_a_private_box_held_is_published_where_it_is_known_why() -> None:
 def test_a_published_name_has_one_reason_and_the_verifier_knows_no_other() -> None:
     words = {"where the training loss is", "heldout/samples"}  # TensorBoard alone
     names = set(PUBLISHED) - words
-    assert names | {"step", "attempt"} == verify.NAMES["metrics.jsonl"]
+    assert names | {"step", "attempt"} == verify.PUBLIC_FIELDS["metrics.jsonl"]
     heldout = {name.removeprefix("heldout/") for name in names if name.startswith("heldout/")}
-    assert heldout | {"step", "attempt", "captions"} == verify.NAMES["evaluation/heldout.jsonl"]
+    assert (
+        heldout | {"step", "attempt", "captions"}
+        == verify.PUBLIC_FIELDS["evaluation/heldout.jsonl"]
+    )
     assert reason_of("train/loss") is None and reason_of("linear-probe/top1") is Reason.DECLARED
 
 

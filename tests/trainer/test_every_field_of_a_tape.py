@@ -218,7 +218,7 @@ def places(evidence: Evidence, attempts: range | tuple[int, ...]) -> Iterator[Pl
                 rank=rank,
                 is_silent=notes[attempt]["silent"],
                 is_followed=steps[attempt] + 1 in steps[attempt + 1 : attempt + 2],
-                charged_at=fsync_of_charge(evidence, attempt).at,
+                charged_at=fsync_of_charge(evidence, attempt).returned_at,
                 step=judge.step,
                 batch_size=judge.plan.expected_batch_size,
                 coordinates={
@@ -288,8 +288,8 @@ def fsync_of_charge(evidence: Evidence, attempt: int) -> Fsync:
     """The last one of the ledger before the release: the intent is the last line then."""
     of_ledger = fsyncs_of(evidence, evidence.run.folder.ledger)
     return max(
-        (fsync for fsync in of_ledger if fsync.at < released_at(evidence, attempt)),
-        key=lambda fsync: fsync.at,
+        (fsync for fsync in of_ledger if fsync.returned_at < released_at(evidence, attempt)),
+        key=lambda fsync: fsync.returned_at,
     )
 
 
@@ -299,13 +299,13 @@ def test_every_field_of_an_fsync_is_violated_or_cannot_matter(honest: Evidence) 
     of_folder = [
         fsync
         for fsync in fsyncs_of(honest, ledger.parent)
-        if fsync.at < first and ledger.name in fsync.inodes
+        if fsync.returned_at < first and ledger.name in fsync.inodes
     ]
     of_charges = [fsync_of_charge(honest, attempt) for attempt in range(9)]
     released = {id(fsync): released_at(honest, attempt) for attempt, fsync in enumerate(of_charges)}
     changes: dict[str, Callable[[Fsync], Any]] = {
         "place": lambda fsync: (fsync.place[0], fsync.place[1] + 1),
-        "at": lambda fsync: released.get(id(fsync), first),
+        "returned_at": lambda fsync: released.get(id(fsync), first),
         "size": lambda fsync: fsync.size - 1,
         "inodes": lambda fsync: fsync.inodes | {ledger.name: fsync.inodes.get(ledger.name, 0) + 1},
     }

@@ -416,7 +416,7 @@ def test_a_crash_between_a_checkpoint_and_its_record_loses_neither(
     assert run(folder, *OPTIONS, steps=steps) == 0
     open_model(folder / "checkpoints/step-00000002")
     ledger = verify.read_ledger(folder / LINES)
-    assert ledger.closed and "are those that the ledger recorded" in verify.check_checkpoints(
+    assert ledger.close_reason and "are those that the ledger recorded" in verify.check_checkpoints(
         verify.Folder(folder, ledger, None)
     )
 

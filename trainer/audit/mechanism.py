@@ -1,7 +1,8 @@
-"""`audit.py mechanism`: what of the trainer the sandbox of an audit runs (sandbox.py has the rest).
+"""The part of the trainer that `audit.py mechanism` runs in its sandbox (sandbox.py has the rest).
 
-A start of training is opened from the run's own configuration: its engine's settings, dtype, offload, activation checkpointing,
-micro-batch, accumulation, compilation and clipping mode. Task, data and optimizer are the sandbox's.
+A start of training is opened from the run's own configuration: its engine's settings, dtype,
+offload, activation checkpointing, micro-batch, accumulation, compilation and clipping mode. Task,
+data and optimizer are the sandbox's.
 """
 
 import json
@@ -44,30 +45,30 @@ ROOT = Path(__file__).resolve().parents[2]
 def mechanism_audit(
     run_dir: Path, *, engine: EngineName, ds_config: Path | None, ranks: int | None = None
 ) -> AuditReport:
-    """Audits the mechanism with the settings of a run (about a minute); of a loop of one's own too.
+    """Audits the mechanism with the settings of a run, or of a loop of one's own (about a minute).
 
     Args:
-        engine: the caller's, since a run may go from one to another.
+        engine: the caller's engine, since a run may change its engine.
         ranks: by default those of the run's last step, up to four.
 
     Raises:
-        ConfigError: no run there, or one without noise.
+        ConfigError: the folder has no run, or a run without noise.
         SandboxFailed: a rank died.
     """
     plan = audited_plan(run_dir)
     if is_of_a_loop(run_dir):
         return loop_audit(run_dir, ranks=ranks)
-    config, recorded, chosen = (
-        run_dir / name for name in ("config.toml", "ds_config.json", "private/chosen.json")
-    )
-    recipe = load_config(config)
-    if (
-        recipe.privacy.clipping_mode == "auto" and chosen.exists()
-    ):  # on so small a model it might choose otherwise
-        mode = json.loads(chosen.read_text()).get("clipping_mode", {}).get("mode", "auto")
+    recipe = load_config(run_dir / "config.toml")
+    choices = run_dir / "private/chosen.json"
+    if recipe.privacy.clipping_mode == "auto" and choices.exists():
+        # On so small a model "auto" might choose another mode than in the run.
+        mode = json.loads(choices.read_text()).get("clipping_mode", {}).get("mode", "auto")
         recipe = _changed(recipe, privacy={"clipping_mode": mode})
-    machine = ds_config or (recorded if recorded.exists() else ROOT / "ds_configs" / "zero3.json")
-    work = partial(_rank, plan, recipe, engine, machine.resolve())
+    if ds_config is None:
+        ds_config = run_dir / "ds_config.json"
+        if not ds_config.exists():
+            ds_config = ROOT / "ds_configs" / "zero3.json"
+    work = partial(_rank, plan, recipe, engine, ds_config.resolve())
     return in_processes(ranks or ranks_of(run_dir), work, distributed.finish)
 
 
@@ -79,26 +80,34 @@ def _rank(
     folder: Path,
     *place: int,
 ) -> AuditReport | None:
-    """One process of the sandbox."""
-    (rank, ranks, port), train = place, recipe.train
+    """Runs one process of the sandbox."""
+    rank, ranks, port = place
     distributed.start(Ranks(rank, rank, ranks, port=port))
-    words = f"engine {engine}, {train.accumulation} sums{', compiled' if train.compile else ''}, {ds_config.name}"
+    sums = f"{recipe.train.accumulation} sums"
+    if recipe.train.compile:
+        sums += ", compiled"
     return run_sandbox(
-        plan, trainer_side(recipe, engine, ds_config), folder, train.micro_batch_size, words=words
+        plan,
+        trainer_side(recipe, engine, ds_config),
+        folder,
+        recipe.train.micro_batch_size,
+        words=f"engine {engine}, {sums}, {ds_config.name}",
     )
 
 
 def _changed(recipe: RunConfig, **sections: Any) -> RunConfig:
-    """A recipe with other sections, or other keys of one."""
-    new = {
-        k: getattr(recipe, k).model_copy(update=v) if isinstance(v, dict) else v
-        for k, v in sections.items()
-    }
-    return recipe.model_copy(update=new)
+    """Returns a recipe with other sections; a dictionary changes keys of a section."""
+    changes = {}
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            changes[name] = getattr(recipe, name).model_copy(update=section)
+        else:
+            changes[name] = section
+    return recipe.model_copy(update=changes)
 
 
 def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side:
-    """Starts of training on the canaries' shard."""
+    """Returns the function that makes starts of training on the canaries' shard."""
 
     def start(
         folder: Path, canaries: Canaries, request: PlanRequest, micro_batch_size: int
@@ -109,42 +118,49 @@ def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side
             for number in range(len(canaries))
         )
         collectives.on_main(lambda: None if shard.exists() else write_shard(shard, numbers))
-        # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to rounding. It is above any recipe's.
-        enormous = 2.0 ** (33 + max(0, math.ceil(math.log2(request.max_grad_norm))))
-        optimizer = OptimizerSection.model_construct(
-            peak_lr=enormous, betas=(0.0, 0.0), eps=enormous
-        )
         if recipe.optimizer.name == "sgd":
             optimizer = OptimizerSection.model_construct(name="sgd", peak_lr=1.0, momentum=0.0)
-        data = {
+        else:
+            # A power of two above any gradient: then w -= lr * g / (|g| + eps) is w -= g up to
+            # rounding. No recipe may have so large a rate.
+            exponent = 33 + max(0, math.ceil(math.log2(request.max_grad_norm)))
+            enormous = 2.0**exponent
+            optimizer = OptimizerSection.model_construct(
+                peak_lr=enormous, betas=(0.0, 0.0), eps=enormous
+            )
+        data_section = {
             "shards": str(shard),
             "num_workers": min(1, recipe.data.num_workers),
             "provenance": "private",
+            "index": None,
+            "num_examples": None,
+            "staging": None,
         }
-        changed = _changed(
+        train_section = {
+            "num_steps": request.num_steps,
+            "micro_batch_size": micro_batch_size,
+            "ema_decay": None,
+            "profile": None,
+            "keep_every": None,
+        }
+        sandbox_recipe = _changed(
             recipe,
             init=None,
             heldout=None,
             schedule=ScheduleSection(decay="constant"),
             optimizer=optimizer,
-            data=data | dict.fromkeys(("index", "num_examples", "staging")),
+            data=data_section,
             privacy={"ledger_mirror": None, "shared_ledger": None},
-            train={
-                "num_steps": request.num_steps,
-                "micro_batch_size": micro_batch_size,
-                "ema_decay": None,
-                "profile": None,
-                "keep_every": None,
-            },
+            train=train_section,
         )
-        place = Ranks(collectives.rank(), collectives.rank(), collectives.world_size())
+        rank = collectives.rank()
         return _Start(
-            changed,
+            sandbox_recipe,
             load_machine_settings(ds_config),
             engine,
             RunFolder(folder / "run"),
             folder,
-            place,
+            Ranks(rank, rank, collectives.world_size()),
             torch.device("cpu"),
             None,
             False,
@@ -156,7 +172,7 @@ def trainer_side(recipe: RunConfig, engine: EngineName, ds_config: Path) -> Side
 
 @dataclass
 class _Start(TrainerStart):
-    """Trains canaries."""
+    """A start of training on canaries."""
 
     canaries: Canaries | None = None
 
@@ -166,9 +182,11 @@ class _Start(TrainerStart):
 
 
 class CanaryTask(TrainingTask):
-    """The model of canaries, as the trainer asks for one."""
+    """The task of training the model of canaries."""
 
-    kind, loss_name, unit = "canaries", "loss", "one canary"
+    kind = "canaries"
+    loss_name = "loss"
+    unit = "one canary"
 
     def __init__(self, canaries: Canaries) -> None:
         super().__init__(None, "canaries")
@@ -178,8 +196,9 @@ class CanaryTask(TrainingTask):
         self, generator: torch.Generator, *, module_hook: Any = None, one_block: bool = False
     ) -> Any:
         model = CanaryModel()
-        for module in model.modules() if module_hook is not None else ():
-            module_hook(module)
+        if module_hook is not None:
+            for module in model.modules():
+                module_hook(module)
         return model
 
     def make_example(self, *, train: bool) -> Any:

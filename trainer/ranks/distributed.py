@@ -1,8 +1,7 @@
-"""Ranks: find out who we are, start, talk about control matters, and end cleanly.
+"""Starts the process group of all ranks, reports progress to the heartbeat, and ends all ranks.
 
-Who we are comes from the launcher's environment (discovery.py). Ending needs care: interpreter shutdown after gloo traffic
-aborts now and then ("terminate called without an active exception"), so a distributed program ends by barrier,
-destroy_process_group, flush and `os._exit`.
+Interpreter shutdown after gloo traffic aborts now and then ("terminate called without an active
+exception"), so a distributed program ends by barrier, destroy_process_group, flush and `os._exit`.
 """
 
 import contextlib
@@ -28,9 +27,10 @@ from trainer.ranks.rendezvous import RendezvousError, connect, find_store, meet
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(days=30)
-"""Ranks wait while one hashes its shards for hours; the heartbeat notices who is dead, and that nobody moves, not this."""
+"""Ranks may wait for hours while one hashes its shards. The heartbeat, and not this timeout, finds
+dead ranks, and ranks of which none moves."""
 SPARE_THREADS = 8
-"""More than the process group and its store start."""
+"""More threads than the process group and its store start."""
 _heartbeat: Heartbeat | None = None
 _hosts: list[str] = []
 
@@ -44,26 +44,28 @@ def start(
 ) -> torch.device:
     """Joins the process group (nccl and gloo on GPUs, gloo on CPUs) and returns this rank's device.
 
-    One process alone also gets a group, so that there is a single code path. From here on a rank that dies ends all ranks
-    (trainer/ranks/heartbeat.py).
+    One process alone also gets a group, so that there is a single code path. From here on a rank
+    that dies ends all ranks (trainer/ranks/heartbeat.py).
 
     Args:
-        settings, may_differ: what ranks compare first, and what of it they do not (trainer/ranks/rendezvous.py).
+        settings: settings of this rank, which must equal those of rank 0
+            (trainer/ranks/rendezvous.py).
+        may_differ: environment variables that are not compared.
         heartbeat_seconds: how long a rank may be silent (`Timing.dead_after`).
 
     Raises:
-        RendezvousError: naming who or what is missing after `rendezvous_seconds`.
-        ConfigError: there is no such accelerator as DS_ACCELERATOR names; the ranks do not fit together (on rank 0,
-            RemoteError elsewhere), or two of them have one GPU.
-        RuntimeError: a thread cannot be started, for want of memory or by a limit, such as a container's.
+        RendezvousError: names the missing ranks, or the address, after `rendezvous_seconds`.
+        ConfigError: DS_ACCELERATOR names no accelerator; the ranks differ (on rank 0, RemoteError
+            elsewhere), or two of them have one GPU.
+        RuntimeError: memory or a limit, as of a container, prevents the start of a thread.
     """
     device = choose_device(ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # fp32 norms and sums are fp32 (contract 6), whatever the image's defaults.
+    # Norms and sums are fp32 (contract 6) whatever the defaults of a container image are.
     torch.set_float32_matmul_precision("highest")
     global _heartbeat, _hosts
-    compared = {**(settings or {}), "accelerator": device.type}
+    settings = {**(settings or {}), "accelerator": device.type}
     try:
         store, place = find_store(
             ranks.address, ranks.port, ranks.rank, ranks.world_size, rendezvous_seconds
@@ -71,30 +73,33 @@ def start(
         _hosts = [socket.gethostname()]
         if ranks.world_size > 1:
             _hosts = meet(
-                store, ranks.rank, ranks.world_size, place, rendezvous_seconds, compared, may_differ
+                store, ranks.rank, ranks.world_size, place, rendezvous_seconds, settings, may_differ
             )
     except RendezvousError as error:
-        if ranks.variables and not launcher_processes():  # left over in a shell, for example
-            way_out = f"{ranks.variables}, and no launcher has started this process: to train alone, unset them"
-            raise RendezvousError(f"{error}; {way_out}") from error
+        if ranks.variables and not launcher_processes():
+            # The variables may be left over in a shell.
+            raise RendezvousError(
+                f"{error}; {ranks.variables}, and no launcher has started this process: "
+                "to train alone, unset them"
+            ) from error
         raise
     if ranks.world_size > 1:
         guest = place._replace(is_host=False)
+        keys = [f"process/{rank}" for rank in range(ranks.world_size)]
         _heartbeat = Heartbeat(
             lambda: connect(guest, rendezvous_seconds),
             ranks.rank,
             _hosts,
-            processes=[
-                found.decode()
-                for found in store.multi_get([f"process/{r}" for r in range(ranks.world_size)])
-            ],
+            processes=[identity.decode() for identity in store.multi_get(keys)],
             speaks=ranks.rank == 1 or ranks.local_rank == 0,
             timing=Timing(dead_after=heartbeat_seconds, late_after=20 * heartbeat_seconds),
         )
         _heartbeat.start()
     export_ranks(ranks, device)
-    # As many threads at once as gloo could need, whose constructor waits forever where one of its own cannot start.
-    release, threads = threading.Event(), list[threading.Thread]()
+    # Starts as many threads at once as gloo could need: its constructor waits forever if one of its
+    # own threads cannot start.
+    release = threading.Event()
+    threads: list[threading.Thread] = []
     try:
         for _ in range(SPARE_THREADS):
             threads.append(threading.Thread(target=release.wait, daemon=True))
@@ -118,10 +123,10 @@ def start(
 
 
 def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
-    """Refuses two ranks on one GPU: they would run out of memory or hang in NCCL, much later and without saying why.
+    """Refuses two ranks on one GPU, which would later run out of memory or hang in NCCL.
 
     Args:
-        gpus: each rank's host name and the UUID of its GPU, whatever number that has for the rank.
+        gpus: each rank's host name and the UUID of its GPU; ranks may number GPUs differently.
 
     Raises:
         ConfigError: naming two ranks.
@@ -131,56 +136,69 @@ def refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
         first = ranks.setdefault(uuid, number)
         if first != number:
             raise ConfigError(
-                f"ranks {first} and {number} have the same GPU ({uuid} of host {host}): start one rank for each GPU, and look at "
-                "CUDA_VISIBLE_DEVICES"
+                f"ranks {first} and {number} have the same GPU ({uuid} of host {host}): "
+                "start one rank for each GPU, and look at CUDA_VISIBLE_DEVICES"
             )
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """This rank's GPU, or the CPU where torch is built without CUDA. DS_ACCELERATOR chooses for us as it does for DeepSpeed.
+    """Returns this rank's GPU, or the CPU if torch is built without CUDA.
+
+    DS_ACCELERATOR chooses as it does for DeepSpeed.
 
     Raises:
-        ConfigError: DS_ACCELERATOR names another accelerator than cuda and cpu, or cuda where torch is built without it.
-        HostError: torch is built for GPUs and finds none here; a run of weeks would be one of years on the CPU.
+        ConfigError: DS_ACCELERATOR is neither cuda nor cpu, or is cuda and torch is built without
+            it.
+        HostError: torch is built for GPUs and finds none here; a run of weeks would be one of years
+            on the CPU.
     """
-    chosen, is_built = os.environ.get("DS_ACCELERATOR"), torch.backends.cuda.is_built()
-    if chosen not in (None, "cpu", "cuda"):
+    accelerator = os.environ.get("DS_ACCELERATOR")
+    is_built = torch.backends.cuda.is_built()
+    if accelerator not in (None, "cpu", "cuda"):
         raise ConfigError(
-            f"DS_ACCELERATOR={chosen}: training runs on cuda or cpu; name one of them, or unset it"
+            f"DS_ACCELERATOR={accelerator}: training runs on cuda or cpu; "
+            "name one of them, or unset it"
         )
-    if chosen == "cuda" and not is_built:
+    if accelerator == "cuda" and not is_built:
         raise ConfigError(
-            f"DS_ACCELERATOR=cuda, but torch {torch.__version__} has no CUDA: install a build that has, or unset it to train "
-            "on the CPU"
+            f"DS_ACCELERATOR=cuda, but torch {torch.__version__} has no CUDA: "
+            "install a build that has, or unset it to train on the CPU"
         )
-    if chosen == "cpu" or not is_built:
+    if accelerator == "cpu" or not is_built:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        shown_devices = "not set" if devices is None else repr(devices)
         raise HostError(
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no usable GPU on host "
-            f"{socket.gethostname()}: look at nvidia-smi (CUDA 13 needs a driver of 580 or newer) and CUDA_VISIBLE_DEVICES "
-            f"({'not set' if visible is None else repr(visible)}), or train on the CPU with DS_ACCELERATOR=cpu"
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda} and finds no usable "
+            f"GPU on host {socket.gethostname()}: look at nvidia-smi (CUDA 13 needs a driver of "
+            f"580 or newer) and CUDA_VISIBLE_DEVICES ({shown_devices}), "
+            "or train on the CPU with DS_ACCELERATOR=cpu"
         )
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def where(world_size: int, device: torch.device) -> str:
-    """What a run trains on, in words: "2 ranks on 2 hosts (node1, node2), cpu"."""
-    hosts, words = list(dict.fromkeys(_hosts)), f"{world_size} rank{'s' if world_size > 1 else ''}"
+    """Returns ranks, hosts and device in words: "2 ranks on 2 hosts (node1, node2), cpu"."""
+    hosts = list(dict.fromkeys(_hosts))
+    words = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if len(hosts) > 1:
-        words += (
-            f" on {len(hosts)} hosts ({', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''})"
-        )
-    return f"{words}, {device.type}" + (
-        f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    )
+        names = ", ".join(hosts[:8])
+        if len(hosts) > 8:
+            names += " ..."
+        words += f" on {len(hosts)} hosts ({names})"
+    words += f", {device.type}"
+    if device.type == "cuda":
+        words += f" ({torch.cuda.get_device_name(device)})"
+    return words
 
 
 def export_ranks(ranks: Ranks, device: torch.device) -> None:
-    """Sets the usual variables, which engines read whatever the launcher was, and the accelerator that was chosen.
+    """Sets the usual variables, which engines read under every launcher, and the chosen
+    accelerator.
 
-    DeepSpeed computes on the GPU whose number is LOCAL_RANK. Where a rank sees one GPU alone, that number is 0 on each of them.
+    DeepSpeed computes on the GPU whose number is LOCAL_RANK. That number is 0 on every rank if each
+    rank sees one GPU alone.
     """
     local_rank = ranks.local_rank if device.index is None else device.index
     os.environ.update(
@@ -191,57 +209,68 @@ def export_ranks(ranks: Ranks, device: torch.device) -> None:
         MASTER_PORT=str(ranks.port),
         DS_ACCELERATOR=device.type,
     )
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed wants the two to be equal
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
+        # DeepSpeed requires the two variables to be equal.
         os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(local_rank)
     if device.type == "cuda":
-        # NCCL's watchdog would abort a healthy rank as soon as it sees a broken connection, before the heartbeat has named the
-        # dead one and ended all. Without it a rank waits in its collective, whose kernel does not end either, until the heartbeat
-        # sees that nobody moves, and no step goes on after an error (collectives.require_sound). A group that a loop of one's
-        # own makes keeps its watchdog.
+        # NCCL's watchdog would abort a healthy rank when a connection breaks, before the heartbeat
+        # has named the dead rank and ended all. Without it a rank waits in its collective, whose
+        # kernel does not end either, until the heartbeat sees that no rank moves; no step goes on
+        # after an error (collectives.require_sound). A group that a loop of one's own makes keeps
+        # its watchdog.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def note_progress(step: int, *, charged: bool = False) -> None:
-    """This rank has come to `step`, or to the intent of `step`; see `Heartbeat.note`."""
+    """Tells the heartbeat that this rank has come to `step`, or to the intent of `step`."""
     if _heartbeat is not None:
         _heartbeat.note(2 * step + charged)
 
 
-def reading(items: Iterator[T], what: str) -> Iterator[T]:
-    """Yields items that are read. A rank counts as moving while it waits for one: staging or a slow store may take hours.
+def reading(items: Iterator[T], content: str) -> Iterator[T]:
+    """Yields items, and tells the heartbeat of every wait for one.
+
+    The rank counts as moving meanwhile, since staging or a slow store may take hours.
 
     Args:
-        what: such as "micro-batches of step 3"; the console says after a minute that a rank waits for them.
+        content: as "micro-batches of step 3"; after a minute the console says that a rank waits for
+            them.
     """
-    return _waiting(items, what, moves=True)
+    return _waiting(items, content, moves=True)
 
 
 def dealing(plans: Iterator[StepBatch]) -> Iterator[StepBatch]:
-    """Yields plans that are drawn when they are pulled, by all ranks together: a rank that stands still in it does not move."""
+    """Yields the plans of steps, which all ranks draw together when they ask for the next one.
+
+    A rank that waits here does not count as moving.
+    """
     return _waiting(plans, "the examples of the next step are dealt", moves=False)
 
 
-def _waiting(items: Iterator[T], what: str, *, moves: bool) -> Iterator[T]:
-    """Tells the heartbeat of every wait for an item. One wait may lie inside another: a plan is pulled while data are awaited."""
+def _waiting(items: Iterator[T], content: str, *, moves: bool) -> Iterator[T]:
+    """Yields items, and tells the heartbeat of every wait for one.
+
+    Waits may be nested: a wait for data may contain a wait for a plan.
+    """
     beat = _heartbeat
     if beat is None:
         yield from items
         return
     while True:
-        outer = beat.wait
-        beat.wait = Wait(what, time.monotonic(), moves)
+        outer_wait = beat.wait
+        beat.wait = Wait(content, time.monotonic(), moves)
         try:
-            item = next(items)
+            next_item = next(items)
         except StopIteration:
             return
         finally:
-            beat.wait = outer
+            beat.wait = outer_wait
             beat.note()
-        yield item
+        yield next_item
 
 
 def finish(exit_code: int) -> NoReturn:
-    """Ends the program on all ranks together; see the module docstring for why it does not simply return."""
+    """Ends the program on all ranks together, without the interpreter's shutdown."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             dist.barrier()
@@ -252,30 +281,30 @@ def finish(exit_code: int) -> NoReturn:
 
 
 def fail(error: BaseException, explain: Callable[[], bool]) -> NoReturn:
-    """Ends this rank because of `error`, and with it all others, which learn that it was this one.
+    """Ends this rank because of `error`, and with it all others, which learn the number of the
+    rank.
 
     Args:
-        explain: prints what went wrong, or returns False where rank 0 should. Not called where the cause is another rank,
-            which has printed it or is named by the heartbeat.
+        explain: prints the error, or returns False if rank 0 should print it. It is not called if
+            another rank is the cause: that rank has printed its error, or the heartbeat names it.
     """
-    known = in_one_line(error) or ErrorLine(" ".join(str(error).split()), 1)
-    # gloo and NCCL raise several types where a collective failed because another rank went away.
-    is_broken_connection = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError)
-        and any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
-    )
+    failure = in_one_line(error) or ErrorLine(" ".join(str(error).split()), 1)
+    # gloo and NCCL raise several types when a collective fails because another rank has ended.
+    is_broken_connection = isinstance(error, dist.DistError)
+    if isinstance(error, RuntimeError):
+        text = str(error)
+        is_broken_connection |= any(word in text for word in ("gloo", "NCCL", "onnection"))
     if _heartbeat is not None and is_broken_connection:
         _heartbeat.wait_for_the_cause()
     is_printed = explain()
     if _heartbeat is not None and not isinstance(error, RemoteError):
-        _heartbeat.fail(
-            f"error on rank {_heartbeat.rank}: {known.line}", known.exit_code, is_printed=is_printed
-        )
-    quit_now(known.exit_code)
+        message = f"error on rank {_heartbeat.rank}: {failure.line}"
+        _heartbeat.fail(message, failure.exit_code, is_printed=is_printed)
+    quit_now(failure.exit_code)
 
 
 def abandon(message: str, exit_code: int) -> NoReturn:
-    """Ends all ranks from any thread, whatever they are doing; prints the message once."""
+    """Ends all ranks from any thread at once, and prints the message once."""
     speaks = _heartbeat is None or _heartbeat.rank == 0
     if _heartbeat is not None:
         _heartbeat.fail(message, exit_code, is_printed=speaks)
@@ -283,13 +312,12 @@ def abandon(message: str, exit_code: int) -> NoReturn:
 
 
 def quit_now(exit_code: int) -> NoReturn:
-    """Ends this process without waiting for others: they notice the closed connections."""
+    """Ends this process without waiting for others, which notice the closed connections."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk, or a reader that is gone: nothing is left to print to
+        # The disk may be full, or the reader gone.
+        with contextlib.suppress(OSError):
             stream.flush()
     os._exit(exit_code)

@@ -184,7 +184,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "a key twice": (
         text_of("ledger.jsonl", '"step":1', '"step":1,"step":1'),
         5,
-        "line 3: it is no ledger record: a key",
+        "line 3: it is not a ledger record: a key",
     ),
     "the end cut": (cut_lines(1), 5, "card is of a line that the ledger lacks"),
     "the last steps cut": (cut_lines(6), 5, "checkpoints: step-00000004 remembers another line"),
