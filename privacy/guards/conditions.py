@@ -1,17 +1,8 @@
-"""Does a forward put a condition on its whole batch: on the largest number, the mean, whether any is NaN, how many ids differ?
+"""Refuses a forward that puts a condition on its whole batch, such as on its largest number.
 
-    if x.abs().max() > 100:
-        x = x / x.abs().max()
-
-Ordinary examples never meet such a condition, and one that meets it changes the losses of all others. So examples stand beside
-rows of one kind after the other, each in a batch of its own: NaN hides large numbers from the largest, large ones hide small
-ones, and what is equal in all rows shows only where nothing differs. Some kinds fill whole batches, beside which one ordinary
-example is the exception: negative, tiny, whole or constant numbers, one id. Losses must stay what they were.
-
-    x = torch.where(x.isnan(), x.nanmean(0), x)
-
-Here the example that has the NaN reads the others. So examples with unusual numbers, in all places or in one, stay too, beside
-rows like them and beside ordinary ones.
+Ordinary examples never meet such a condition (`if x.abs().max() > 100`), and one that meets it
+changes the losses of all others. So examples are tried among rows of one kind after the other,
+and examples with unusual numbers among ordinary rows. docs/guarantee.md lists all kinds.
 """
 
 import math
@@ -28,32 +19,35 @@ from ..errors import PrivacyConfigError
 from ..gradients.recorder import Task
 from .neighbours import LARGE, Change, Inputs, NotTaken, compare_losses, in_rows, losses_of
 
-HUGE, VAST, LARGEST = 1e18, 1e30, torch.finfo(torch.float32).max
-"""Larger than LARGE: with a square that fits into float32, with a sum that does, and nothing that is finite there is larger."""
+HUGE = 1e18
+"""A number whose square fits into float32."""
+VAST = 1e30
+"""A number whose sum over a batch fits into float32."""
+LARGEST = torch.finfo(torch.float32).max
+"""The largest finite number of float32."""
 NO_IDS: Mapping[str, Tensor] = MappingProxyType({})
 LISTED = 1 << 24
-"""So many ids are listed; of an input with larger ones those are tried that its made-up examples hold."""
-UNUSUAL = (
-    math.nan,
-    math.inf,
-    -math.inf,
-    *(sign * size for size in (10.0, 1e3, 1e6) for sign in (1, -1)),
-)
-"""Numbers of an example that a model may replace by what other examples have, one kind to a batch; squares fit into float32."""
+"""Largest number of ids that are listed; of a larger range only the made-up ids are tried."""
+UNUSUAL = (math.nan, math.inf, -math.inf, 10.0, -10.0, 1e3, -1e3, 1e6, -1e6)
+"""Numbers of an example that a model may replace by numbers of other examples.
+
+A batch holds one kind. Their squares fit into float32.
+"""
 COLUMNS = 16
-"""An input of so many numbers is a row of a table: each of its numbers is tried alone, and of a larger one only the first."""
+"""Numbers of an input that are each tried alone: a row of a table. Larger inputs try the first."""
 MOST_IDS = 64
-"""So many values of all inputs that are ids stand beside an example one by one; of more, the ends and some in between."""
+"""Ids of all inputs that are tried one by one beside an example."""
 
 
 class Ids(NamedTuple):
-    """What ids of an input there are among made-up examples.
+    """The ids of an input among made-up examples.
 
     Attributes:
-        every: all that are free, in order: those that are allowed; where nobody says which are, those from 0 to the highest
-            made-up one, and negative ones that are made up, such as the -100 of labels that count for nothing.
-        bound: those that stand equally often in every example, such as placeholders that the patches of a picture replace. They
-            stay where they are, and come nowhere else.
+        every: all free ids in order: the allowed ones; or, if those are not declared, the ids from
+            0 to the highest made-up one, and negative ones that are made up, such as the -100 of
+            labels that count for nothing.
+        bound: ids that occur equally often in every example, such as placeholders that the patches
+            of a picture replace. They keep their places, and no other place gets them.
     """
 
     every: Tensor
@@ -61,36 +55,45 @@ class Ids(NamedTuple):
 
     @classmethod
     def of(cls, x_N: Tensor, allowed: Tensor | None = None) -> "Ids":
+        """Returns the ids of an input (N, ...), of which `allowed` may be free."""
         rows = x_N.reshape(len(x_N), -1).long()
-        values = rows[0].unique()
-        is_bound = [len({*(rows == value).sum(1).tolist()}) == 1 for value in values]
-        bound = values[torch.tensor(is_bound, device=values.device)]
+        made_up = rows[0].unique()
+        is_bound = []
+        for id_ in made_up:
+            counts_N = (rows == id_).sum(1).tolist()
+            is_bound.append(len(set(counts_N)) == 1)
+        bound = made_up[torch.tensor(is_bound, device=made_up.device)]
         free = rows[~torch.isin(rows, bound)]
         if len(free) == 0:
             return cls(rows.unique(), bound)
-        if allowed is None and int(free.max()) >= LISTED:  # hashes and the like
-            every = free.unique()
-        elif allowed is None:
-            every = torch.cat(
-                [free[free < 0].unique(), torch.arange(int(free.max()) + 1, device=rows.device)]
-            )
-        else:
+        if allowed is not None:
             every = allowed.to(rows.device).unique()
+        elif int(free.max()) >= LISTED:  # hashes and the like
+            every = free.unique()
+        else:
+            negative = free[free < 0].unique()
+            up_to_highest = torch.arange(int(free.max()) + 1, device=rows.device)
+            every = torch.cat([negative, up_to_highest])
         return cls(every[~torch.isin(every, bound)], bound)
 
-    def some(self, most: int) -> Tensor:
-        """At most so many of them: a quarter from each end, where special tokens are, and others evenly from between."""
-        if len(self.every) <= most:
+    def some(self, count: int) -> Tensor:
+        """Returns at most `count` ids: a quarter from each end, others evenly from between.
+
+        Special tokens are at the ends.
+        """
+        if len(self.every) <= count:
             return self.every
-        end, last = most // 4, len(self.every) - 1
-        between = torch.linspace(end, last - end, most - 2 * end).long()
-        chosen = torch.cat([torch.arange(end), between, torch.arange(last - end + 1, last + 1)])
-        return self.every[chosen.to(self.every.device)]
+        quarter = count // 4
+        last = len(self.every) - 1
+        between = torch.linspace(quarter, last - quarter, count - 2 * quarter).long()
+        highest = torch.arange(last - quarter + 1, last + 1)
+        places = torch.cat([torch.arange(quarter), between, highest])
+        return self.every[places.to(self.every.device)]
 
     def put(self, x_B: Tensor, ids_B: Tensor) -> Tensor:
-        """Ids in place of those that are free."""
-        stays = torch.isin(x_B.long(), self.bound) | torch.isin(ids_B.long(), self.bound)
-        return torch.where(stays, x_B, ids_B.to(x_B.dtype))
+        """Returns an input with other ids in the places of its free ids."""
+        is_bound = torch.isin(x_B.long(), self.bound) | torch.isin(ids_B.long(), self.bound)
+        return torch.where(is_bound, x_B, ids_B.to(x_B.dtype))
 
 
 def _unchanged(x_B: Tensor, ids: Ids | None = None) -> Tensor:
@@ -98,12 +101,14 @@ def _unchanged(x_B: Tensor, ids: Ids | None = None) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """What rows of a made-up batch hold in place of examples. Each takes and returns (B, ...).
+    """The changes that turn examples of a made-up batch into rows of one kind.
+
+    Each takes and returns (B, ...).
 
     Attributes:
-        numbers: of inputs that are floating-point numbers.
-        ids: of the other inputs; told which there are.
-        looked_up: of what tables return for ids, which cannot be hostile themselves.
+        numbers: changes inputs that are floating-point numbers.
+        ids: changes the other inputs, given the ids that there are.
+        looked_up: changes the outputs of tables, since ids cannot be hostile themselves.
     """
 
     numbers: Change = _unchanged
@@ -112,79 +117,96 @@ class Rows(NamedTuple):
 
 
 def _example(row: int) -> Rows:
-    """Every row holds the same example."""
+    """Returns the kind in which every row holds the same example."""
     return Rows(lambda x_B: x_B[row].expand_as(x_B), lambda x_B, ids: x_B[row].expand_as(x_B))
 
 
 def _of(change: Change) -> Rows:
-    """Hostile numbers, of inputs and of what tables return."""
+    """Returns a kind of hostile numbers, in inputs and in outputs of tables."""
     return Rows(change, looked_up=change)
 
 
-def _numbers(value: float) -> Rows:
-    """Numbers of one sign that are at least `value`, as far as they are finite; zeros, NaN and infinity are exact."""
+def _numbers(number: float) -> Rows:
+    """Returns a kind of numbers of one sign that are at least `number`, where finite.
+
+    Zeros, NaN and infinity are exact.
+    """
 
     def change(x_B: Tensor) -> Tensor:
-        if not 0 < abs(value) < math.inf:
-            return torch.full_like(x_B, value)
-        most = torch.finfo(x_B.dtype).max
-        return ((1 + x_B.abs()) * value).clamp(-most, most)
+        if not 0 < abs(number) < math.inf:
+            return torch.full_like(x_B, number)
+        largest = torch.finfo(x_B.dtype).max
+        return ((1 + x_B.abs()) * number).clamp(-largest, largest)
 
     return _of(change)
 
 
 def _largest(x_B: Tensor) -> Tensor:
-    """The largest finite numbers, in every second row negative: neither hides the other from a maximum or a minimum."""
-    most = min(LARGEST, torch.finfo(x_B.dtype).max)
-    sign_B = 1 - 2 * (torch.arange(len(x_B), device=x_B.device) // 2 % 2)
-    return torch.full_like(x_B, most) * in_rows(sign_B, x_B)
+    """Returns the largest finite numbers, with pairs of rows of alternating sign.
+
+    Neither sign hides the other from a maximum or a minimum.
+    """
+    largest = min(LARGEST, torch.finfo(x_B.dtype).max)
+    row_B = torch.arange(len(x_B), device=x_B.device)
+    sign_B = 1 - 2 * (row_B // 2 % 2)
+    return torch.full_like(x_B, largest) * in_rows(sign_B, x_B)
+
+
+def _whole(x_B: Tensor) -> Tensor:
+    """Returns whole numbers, such as bytes of pictures."""
+    return (64 * x_B).abs().round()
+
+
+def _one_id(place: int, x_B: Tensor, ids: Ids) -> Tensor:
+    """Returns an input that holds one id, given by its place among all."""
+    return ids.put(x_B, torch.full_like(x_B, int(ids.every[place])))
 
 
 def _spread(x_B: Tensor, ids: Ids) -> Tensor:
-    """All ids between the lowest and the highest, as far as there is room."""
-    every = ids.every[torch.arange(x_B.numel(), device=x_B.device) % len(ids.every)]
-    return ids.put(x_B, every.view_as(x_B))
+    """Returns an input that holds all ids from the lowest on, as far as there is room."""
+    place = torch.arange(x_B.numel(), device=x_B.device) % len(ids.every)
+    return ids.put(x_B, ids.every[place].view_as(x_B))
 
 
-AMONG_OTHERS, BUT_ONE = (False, True, False), (False, True, True, True, True, True)
-"""Whether a row stays: every second, or all but one."""
-EXAMPLES, ZEROS, SMALL, LARGE_NUMBERS = Rows(), *map(_numbers, (0.0, 1e-2, LARGE))
-TINY, TINIER, TINIEST = map(_numbers, (1e-6, 1e-12, 1e-30))
+AMONG_OTHERS = (False, True, False)
+"""Every second row stays."""
+BUT_ONE = (False, True, True, True, True, True)
+"""All rows but one stay."""
+EXAMPLES = Rows()
+ZEROS = _numbers(0.0)
+SMALL = _numbers(1e-2)
+LARGE_NUMBERS = _numbers(LARGE)
+TINY = _numbers(1e-6)
+TINIER = _numbers(1e-12)
+TINIEST = _numbers(1e-30)
 NEGATIVE = _of(lambda x_B: -x_B.abs())
 CONSTANT = _of(lambda x_B: torch.full_like(x_B, 1.5))
-WHOLE = _of(lambda x_B: (64 * x_B).abs().round())  # as bytes of pictures
-LOWEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, int(ids.every[0]))))
-HIGHEST = Rows(ids=lambda x_B, ids: ids.put(x_B, torch.full_like(x_B, int(ids.every[-1]))))
+WHOLE = _of(_whole)
+LOWEST = Rows(ids=partial(_one_id, 0))
+HIGHEST = Rows(ids=partial(_one_id, -1))
 SPREAD = Rows(ids=_spread)
+FIRST_EXAMPLE = _example(0)
+SECOND_EXAMPLE = _example(1)
+HOSTILE_NUMBERS = (math.nan, math.inf, -math.inf, LARGE, -LARGE, HUGE, VAST, 0.0)
+HOSTILE = (*map(_numbers, HOSTILE_NUMBERS), _of(_largest), TINIEST)
+GROWING = tuple(map(_numbers, (1.0, 10.0, 100.0, 1000.0, LARGE, -1.0)))
+OF_ONE_KIND = (TINY, TINIER, TINIEST, NEGATIVE, CONSTANT, WHOLE)
+# NaN hides large numbers from the largest, large ones hide small ones, and a property that all
+# rows share shows only in a batch without an exception. So a batch has one kind of neighbours, and
+# some kinds fill whole batches, with one ordinary example as the exception.
 BATCHES: tuple[tuple[tuple[bool, ...], Rows, tuple[Rows, ...]], ...] = (
-    (
-        AMONG_OTHERS,
-        EXAMPLES,
-        (
-            EXAMPLES,
-            *map(_numbers, (math.nan, math.inf, -math.inf, LARGE, -LARGE, HUGE, VAST, 0.0)),
-            _of(_largest),
-            TINIEST,
-            _example(0),
-            LOWEST,
-            HIGHEST,
-            SPREAD,
-        ),
-    ),
+    (AMONG_OTHERS, EXAMPLES, (EXAMPLES, *HOSTILE, FIRST_EXAMPLE, LOWEST, HIGHEST, SPREAD)),
     (BUT_ONE, EXAMPLES, (EXAMPLES, _numbers(math.nan), LARGE_NUMBERS, HIGHEST)),
-    (AMONG_OTHERS, SMALL, (SMALL, *map(_numbers, (1.0, 10.0, 100.0, 1000.0, LARGE, -1.0)))),
+    (AMONG_OTHERS, SMALL, (SMALL, *GROWING)),
     (AMONG_OTHERS, ZEROS, (ZEROS, _numbers(1.0), _numbers(-1.0))),
-    *(
-        (AMONG_OTHERS, kind, (kind, EXAMPLES))
-        for kind in (TINY, TINIER, TINIEST, NEGATIVE, CONSTANT, WHOLE)
-    ),
+    *((AMONG_OTHERS, kind, (kind, EXAMPLES)) for kind in OF_ONE_KIND),
     (BUT_ONE, LARGE_NUMBERS, (LARGE_NUMBERS, EXAMPLES)),
-    (AMONG_OTHERS, _example(0), (_example(0), EXAMPLES, SPREAD)),
-    (AMONG_OTHERS, _example(1), (_example(1), EXAMPLES, SPREAD)),
+    (AMONG_OTHERS, FIRST_EXAMPLE, (FIRST_EXAMPLE, EXAMPLES, SPREAD)),
+    (AMONG_OTHERS, SECOND_EXAMPLE, (SECOND_EXAMPLE, EXAMPLES, SPREAD)),
     (AMONG_OTHERS, LOWEST, (LOWEST, EXAMPLES)),
     (AMONG_OTHERS, HIGHEST, (HIGHEST, EXAMPLES)),
 )
-"""Which rows stay, what they hold, and what stands beside them: one kind to a batch."""
+"""The rows that stay, their kind, and the kinds of their neighbours: one kind to a batch."""
 
 
 def require_unconditional(
@@ -194,32 +216,34 @@ def require_unconditional(
     tolerance: float,
     allowed_ids: Mapping[str, Tensor] = NO_IDS,
 ) -> None:
-    """Requires that examples keep their losses whatever stands beside them; a kind that the model refuses is left out.
+    """Refuses a model in which the loss of an example changes with its neighbours.
+
+    Kinds that the model refuses are left out.
 
     Args:
-        allowed_ids: the values of each input that is ids, where it is known which there may be.
+        allowed_ids: the ids of each input that are allowed, where they are declared.
 
     Raises:
-        PrivacyConfigError: the loss of an example changes with the rows beside it.
+        PrivacyConfigError: the loss of an example changes.
     """
-    ids = {
-        name: Ids.of(x, allowed_ids.get(name))
-        for name, x in inputs.items()
-        if not (x.is_floating_point() or x.is_complex())
-    }
+    ids: dict[str, Ids] = {}
+    for name, x in inputs.items():
+        if not x.is_floating_point() and not x.is_complex():
+            ids[name] = Ids.of(x, allowed_ids.get(name))
 
-    def held(rows: Rows, name: str, x_B: Tensor) -> Tensor:
+    def changed(rows: Rows, name: str, x_B: Tensor) -> Tensor:
         return rows.ids(x_B, ids[name]) if name in ids else rows.numbers(x_B)
 
-    for stays, here, neighbours in BATCHES:
-        stays_B, examples = torch.tensor(stays), _repeated(inputs, len(stays))
+    for stays, kind, kinds_of_neighbours in BATCHES:
+        stays_B = torch.tensor(stays)
+        examples = _repeated(inputs, len(stays))
         losses: list[Tensor] = []
-        for beside in neighbours:
-            batch = {
-                n: _beside(stays_B, held(here, n, x), held(beside, n, x))
-                for n, x in examples.items()
-            }
-            looked_up = partial(_looked_up, stays_B, here, beside)
+        for kind_of_neighbours in kinds_of_neighbours:
+            batch = {}
+            for name, x in examples.items():
+                neighbours = changed(kind_of_neighbours, name, x)
+                batch[name] = _mixed(stays_B, changed(kind, name, x), neighbours)
+            looked_up = partial(_looked_up, stays_B, kind, kind_of_neighbours)
             with suppress(NotTaken), returning(tables_of(model), looked_up, batch):
                 loss_B = losses_of(task, batch)
                 losses.append(loss_B[stays_B.to(loss_B.device)])
@@ -227,157 +251,174 @@ def require_unconditional(
     for name, x in inputs.items():
         if x.is_floating_point():
             _require_own_numbers(task, inputs, name, tolerance)
-    left = MOST_IDS
-    by_number = sorted(
-        ids.items(), key=lambda pair: len(pair[1].every)
-    )  # a mask needs two, and leaves the others to tokens
-    for number, (name, allowed) in enumerate(by_number):
-        values = allowed.some(left // (len(ids) - number)).tolist()
-        left -= len(values)
-        _require_each_id(task, inputs, name, allowed, values, tolerance)
+    num_ids_left = MOST_IDS
+    # Inputs with few ids come first: a mask needs two, and leaves the others to tokens.
+    names = sorted(ids, key=lambda name: len(ids[name].every))
+    for number, name in enumerate(names):
+        share = num_ids_left // (len(names) - number)
+        tried_ids = ids[name].some(share).tolist()
+        num_ids_left -= len(tried_ids)
+        _require_each_id(task, inputs, name, ids[name], tried_ids, tolerance)
 
 
 def _require_own_numbers(task: Task, inputs: Inputs, name: str, tolerance: float) -> None:
-    """Requires that an example with unusual numbers in one input keeps its loss beside its like and beside ordinary examples.
+    """Requires that an example with unusual numbers in one input keeps its loss.
 
-    The ordinary rows hold the highest numbers of the made-up examples but for one row of the lowest, and are more than the rows
-    that stay, which hold numbers in between: so the mean, the extremes and the median of a column all change.
+    Its neighbours are rows like it, and then ordinary ones. These hold the highest numbers of the
+    made-up examples but for one row of the lowest. They are more than the rows that stay, which
+    hold numbers in between: so the mean, the extremes and the median of a column all change.
     """
-    lowest, highest = inputs[name].amin(0), inputs[name].amax(0)
+    lowest = inputs[name].amin(0)
+    highest = inputs[name].amax(0)
     middle = (lowest + highest) / 2
     size = middle.numel()
-    one_each = torch.eye(
-        size if size <= COLUMNS else 1, size, dtype=torch.bool, device=middle.device
-    )
-    is_unusual_S = torch.cat(
-        [torch.ones_like(middle, dtype=torch.bool)[None], one_each.view(-1, *middle.shape)]
-    )
+    num_columns = size if size <= COLUMNS else 1
+    # One row is unusual in all columns, and each other row in one.
+    is_column_S = torch.eye(num_columns, size, dtype=torch.bool, device=middle.device)
+    all_columns = torch.ones_like(middle, dtype=torch.bool)
+    is_unusual_S = torch.cat([all_columns[None], is_column_S.view(-1, *middle.shape)])
     count = len(is_unusual_S)
     ordinary = torch.cat([highest.expand(count + 1, *middle.shape), lowest[None]])
-    others = {n: x[[0] * (count + len(ordinary))] for n, x in inputs.items() if n != name}
-    for value in UNUSUAL:
-        unusual = _numbers(value).numbers(middle)
-        here = torch.where(is_unusual_S, unusual, middle)
+    row_B = [0] * (count + len(ordinary))
+    fixed_inputs = {n: x[row_B] for n, x in inputs.items() if n != name}
+    for number in UNUSUAL:
+        unusual = _numbers(number).numbers(middle)
+        examples = torch.where(is_unusual_S, unusual, middle)
         losses: list[Tensor] = []
-        for beside in (unusual.expand_as(ordinary), ordinary):
+        for neighbours in (unusual.expand_as(ordinary), ordinary):
             with suppress(NotTaken):
-                losses.append(losses_of(task, {name: torch.cat([here, beside]), **others})[:count])
-                compare_losses(
-                    losses[0][1:], losses[-1][1:], tolerance
-                )  # the first may be much larger
-                compare_losses(losses[0], losses[-1], tolerance)
+                x_B = torch.cat([examples, neighbours])
+                loss_B = losses_of(task, {name: x_B, **fixed_inputs})
+                losses.append(loss_B[:count])
+                # The loss of the first example may be much larger, and hide a difference.
+                expected = losses[0]
+                compare_losses(expected[1:], losses[-1][1:], tolerance)
+                compare_losses(expected, losses[-1], tolerance)
 
 
 def _require_each_id(
-    task: Task, inputs: Inputs, name: str, ids: Ids, values: list[int], tolerance: float
+    task: Task, inputs: Inputs, name: str, ids: Ids, tried_ids: list[int], tolerance: float
 ) -> None:
-    """Requires that an example keeps its loss beside a row of any one id, and such a row its own beside an example."""
-    rows_N, others = inputs[name], {n: x for n, x in inputs.items() if n != name}
+    """Requires that an example keeps its loss beside a row of any one id, and such a row its own.
 
-    def of_one_id(value: int, row: int) -> Tensor:
-        return ids.put(rows_N[row], torch.full_like(rows_N[row], value))
+    Args:
+        name: the input that holds the ids.
+    """
+    rows_N = inputs[name]
 
-    def losses(row: int, *pair: Tensor) -> Tensor:
-        """(2,): of two rows that are made-up example `row` but for these ids."""
-        return losses_of(
-            task, {name: torch.stack(pair), **{n: x[[row, row]] for n, x in others.items()}}
-        )
+    def of_one_id(id_: int, row: int) -> Tensor:
+        return ids.put(rows_N[row], torch.full_like(rows_N[row], id_))
+
+    def losses(row: int, first: Tensor, second: Tensor) -> Tensor:
+        """Returns losses (2,) of two rows of these ids that otherwise are made-up example `row`."""
+        equal_inputs = {n: x[[row, row]] for n, x in inputs.items() if n != name}
+        return losses_of(task, {name: torch.stack([first, second]), **equal_inputs})
 
     @cache
-    def among_its_like(row: int, value: int | None) -> Tensor:
-        """(2,): of two rows that are this example, or hold one id."""
-        ids_of_row = rows_N[row] if value is None else of_one_id(value, row)
+    def losses_of_equals(row: int, id_: int | None) -> Tensor:
+        """Returns losses (2,) of two rows that are this example, or hold one id."""
+        ids_of_row = rows_N[row] if id_ is None else of_one_id(id_, row)
         return losses(row, ids_of_row, ids_of_row)
 
-    for value in values:
-        lacking = [row for row, x in enumerate(rows_N) if not bool((x == value).any())]
+    for id_ in tried_ids:
+        lacking = [row for row, x in enumerate(rows_N) if not bool((x == id_).any())]
         row = lacking[0] if lacking else 0
-        other = None if lacking else values[-1 if value == values[0] else 0]
-        stays = rows_N[row] if other is None else of_one_id(other, row)
+        # Where all examples hold the id, a row of another id takes the place of the example.
+        second_id = tried_ids[-1 if id_ == tried_ids[0] else 0]
+        id_of_example = None if lacking else second_id
+        example = rows_N[row] if lacking else of_one_id(second_id, row)
         with suppress(NotTaken):
-            beside_B = losses(row, stays, of_one_id(value, row))
-            compare_losses(among_its_like(row, other)[:1], beside_B[:1], tolerance)
-            compare_losses(among_its_like(row, value)[1:], beside_B[1:], tolerance)
+            loss_B = losses(row, example, of_one_id(id_, row))
+            compare_losses(losses_of_equals(row, id_of_example)[:1], loss_B[:1], tolerance)
+            compare_losses(losses_of_equals(row, id_)[1:], loss_B[1:], tolerance)
 
 
 def require_padding(task: Task, inputs: Inputs, padding: Inputs, tolerance: float) -> None:
-    """Requires that a model takes rows without an example, a whole batch of them too, and that examples keep their losses.
+    """Refuses a model that takes no rows without an example, or changes losses beside such rows.
+
+    A whole batch of such rows is tried, too.
 
     Args:
-        padding: what stands in such a row, (1, ...) in each input.
+        padding: the contents of such a row, (1, ...) in each input.
 
     Raises:
-        PrivacyConfigError: it does not, as models that look for the placeholders of a picture in every row.
+        PrivacyConfigError: the model refuses such rows, as models that look for the placeholders
+            of a picture in every row, or losses change.
     """
-    way = "declare ids that every row needs, such as placeholders of a picture, by integers(..., fixed={id: count})"
-    stays_B, examples = torch.tensor(AMONG_OTHERS), _repeated(inputs, len(AMONG_OTHERS))
-    empty = {
-        name: padding[name].to(x).expand(len(x), *padding[name].shape[1:])
-        for name, x in examples.items()
-    }
+    way = (
+        "declare ids that every row needs, such as placeholders of a picture, by "
+        "integers(..., fixed={id: count})"
+    )
+    stays_B = torch.tensor(AMONG_OTHERS)
+    examples = _repeated(inputs, len(AMONG_OTHERS))
+    empty = {}
+    for name, x in examples.items():
+        empty_row = padding[name].to(x)
+        empty[name] = empty_row.expand(len(x), *empty_row.shape[1:])
     try:
         losses_of(task, empty)
         if any(empty[name].shape != x.shape for name, x in examples.items()):
             return  # made-up examples of another length
-        found_B = losses_of(
-            task, {name: _beside(stays_B, x, empty[name]) for name, x in examples.items()}
-        )
+        batch = {name: _mixed(stays_B, x, empty[name]) for name, x in examples.items()}
+        loss_B = losses_of(task, batch)
     except NotTaken as error:
-        said = f"{type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())[:160]}"
+        cause = error.__cause__
+        message = " ".join(str(cause).split())[:160]
         raise PrivacyConfigError(
-            f"rows without an item hold zeros, and the model refuses them ({said}): {way}"
+            "rows without an item hold zeros, and the model refuses them "
+            f"({type(cause).__name__}: {message}): {way}"
         ) from error
-    stays_B = stays_B.to(found_B.device)
-    compare_losses(
-        losses_of(task, examples)[stays_B],
-        found_B[stays_B],
-        tolerance,
-        f"beside rows without an item ({way}), ",
-    )
+    stays_B = stays_B.to(loss_B.device)
+    expected_B = losses_of(task, examples)[stays_B]
+    prefix = f"beside rows without an item ({way}), "
+    compare_losses(expected_B, loss_B[stays_B], tolerance, prefix)
 
 
 def _repeated(inputs: Inputs, size: int) -> Inputs:
-    """So many rows of made-up examples."""
-    row_B = torch.arange(size) % len(next(iter(inputs.values())))
+    """Returns `size` rows of made-up examples."""
+    num_examples = len(next(iter(inputs.values())))
+    row_B = torch.arange(size) % num_examples
     return {name: x[row_B.to(x.device)] for name, x in inputs.items()}
 
 
-def _beside(stays_B: Tensor, here_B: Tensor, beside_B: Tensor) -> Tensor:
-    return torch.where(in_rows(stays_B, here_B), here_B, beside_B)
+def _mixed(stays_B: Tensor, examples_B: Tensor, neighbours_B: Tensor) -> Tensor:
+    return torch.where(in_rows(stays_B, examples_B), examples_B, neighbours_B)
 
 
-def _looked_up(stays_B: Tensor, here: Rows, beside: Rows, y_B: Tensor) -> Tensor:
-    return _beside(stays_B, here.looked_up(y_B), beside.looked_up(y_B))
+def _looked_up(stays_B: Tensor, kind: Rows, kind_of_neighbours: Rows, y_B: Tensor) -> Tensor:
+    return _mixed(stays_B, kind.looked_up(y_B), kind_of_neighbours.looked_up(y_B))
 
 
 def tables_of(model: nn.Module) -> list[nn.Embedding]:
-    """The tables of a model that ids look up."""
+    """Returns the tables of a model that ids look up."""
     return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
 @contextmanager
 def returning(tables: list[nn.Embedding], change: Change, batch: Inputs) -> Iterator[None]:
-    """Changes what tables return for the ids of a batch: inputs that are ids cannot be made hostile themselves.
+    """Changes the outputs of tables for the ids of a batch, which cannot be hostile themselves.
 
-    Without it, a scale that all examples share would be seen in float64 alone: the largest number of a batch is that of an
-    example that stays, whatever made-up examples stand around it. Positions are looked up in tables too, and are no examples':
-    ids count as those of the batch if they have the shape of an input, or are one of its columns.
+    Without it, a scale that all examples share would be seen in float64 alone: the largest number
+    of a batch is that of an example that stays, whatever its made-up neighbours are. Positions are
+    looked up in tables too, and belong to no example: ids count as those of the batch if they have
+    the shape of an input, or are one of its columns.
     """
-    given = [x for x in batch.values() if not x.is_floating_point()]
+    integers = [x for x in batch.values() if not x.is_floating_point()]
 
     def is_of_batch(ids: Tensor) -> bool:
         if ids.dim() > 1:
-            return any(ids.shape == x.shape for x in given)
-        return any(
-            bool((x.reshape(len(x), -1) == ids[:, None]).all(0).any())
-            for x in given
-            if x.shape[:1] == ids.shape
-        )
+            return any(ids.shape == x.shape for x in integers)
+        for x in integers:
+            if x.shape[:1] != ids.shape:
+                continue
+            is_equal = x.reshape(len(x), -1) == ids[:, None]
+            if bool(is_equal.all(0).any()):
+                return True
+        return False
 
     def hook(table: nn.Module, args: Any, output: Any) -> Any:
-        return (
-            change(output) if args and isinstance(output, Tensor) and is_of_batch(args[0]) else None
-        )
+        is_changed = args and isinstance(output, Tensor) and is_of_batch(args[0])
+        return change(output) if is_changed else None
 
     handles = [table.register_forward_hook(hook) for table in tables]
     try:

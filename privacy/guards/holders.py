@@ -1,4 +1,7 @@
-"""What a forward keeps between two calls: in attributes of modules, in what these lead to, in parameters and buffers."""
+"""Refuses a forward that keeps something between two calls.
+
+It may do so in attributes of modules, in objects that these lead to, in parameters and buffers.
+"""
 
 import hashlib
 import io
@@ -37,21 +40,23 @@ from ..gradients.module_state import (
     writes_to,
 )
 from ..gradients.recorder import Task
+from .fingerprints import in_order
 from .neighbours import Inputs, must_take
 
 DEPTH = 6
-"""Levels of containers and objects inside one another, below a module's attribute, in which a forward may gather something."""
+"""Levels of containers and objects below a module's attribute in which a forward may gather."""
 
 
 @dataclass
 class Held:
-    """What lies in attributes of modules after a call.
+    """The contents of attributes of modules after a call.
 
     Attributes:
         counts: by attribute, of entries, and of the numbers in tensors and arrays among them.
-        writes: id of a tensor -> its attribute, the tensor, which so keeps its id, and how often it was written to; of an array
-            that is too large to be put back, what it holds.
-        contents: of every object, by its path: its numbers, and those and the words among its entries.
+        writes: id of a tensor -> its attribute, the tensor, which so keeps its id, and how often
+            it was written to; for an array that is too large to be put back, a hash of it.
+        contents: of every object, by its path: its numbers, and those and the words among its
+            entries.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -59,32 +64,35 @@ class Held:
     contents: dict[Path, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
     def of(self, path: Path) -> list[Any]:
-        """What lies at a path, in an order that is the same for the same entries of a set."""
+        """Returns the contents at a path, in the same order for the same entries of a set."""
         contents = self.contents.get(path, [])
         return sorted(contents, key=repr) if -1 in path else contents
 
 
 def held(model: nn.Module, task: Task) -> Held:
-    """Reads what attributes of modules lead to: not the values of registered parameters and buffers, but their attributes."""
-    modules, state = modules_of(model, task), Held()
+    """Reads the objects that attributes of modules lead to.
+
+    Of registered parameters and buffers it reads the attributes, and not the numbers.
+    """
+    modules = modules_of(model, task)
+    state = Held()
     registered: dict[str, Tensor] = {}
     roots: dict[str, Any] = {}
     for prefix, module in modules:
         attributes = {**class_containers(type(module)), **vars(module)}
-        roots |= {
-            f"{prefix}.{name}".strip("."): value
-            for name, value in attributes.items()
-            if name not in MODULE_ATTRIBUTES
-        }
-        tensors = {**module._parameters, **module._buffers}
-        registered |= {
-            f"{prefix}.{name}".strip("."): x for name, x in tensors.items() if x is not None
-        }
+        for name, attribute in attributes.items():
+            if name not in MODULE_ATTRIBUTES:
+                roots[f"{prefix}.{name}".strip(".")] = attribute
+        for name, x in {**module._parameters, **module._buffers}.items():
+            if x is not None:
+                registered[f"{prefix}.{name}".strip(".")] = x
     roots |= {place: attributes_of(x) for place, x in registered.items()}
     roots |= {f"{place}.grad": gradient_of(x) for place, x in registered.items()}
     registered_ids = {*map(id, registered.values())}
-    for path, x, entries in objects_below(roots.items(), [module for _, module in modules], DEPTH):
-        place, kind = str(path[0]), type(x)
+    bare_modules = [module for _, module in modules]
+    for path, x, entries in objects_below(roots.items(), bare_modules, DEPTH):
+        place = str(path[0])
+        kind = type(x)
         state.counts[place] += len(entries)
         words: list[Any] = [_word(y) if type(y) in PLAIN else None for y in entries]
         if kind not in CONTAINERS:
@@ -92,78 +100,77 @@ def held(model: nn.Module, task: Task) -> Held:
             words.append(digest)
             if issubclass(kind, Tensor):
                 state.counts[place] += x.numel()
-                state.writes[id(x)] = place, x, writes_to(x)
+                state.writes[id(x)] = (place, x, writes_to(x))
             elif issubclass(kind, np.ndarray):
                 state.counts[place] += x.size
                 if x.flags.writeable and not has_few_numbers(x):
-                    state.writes[id(x)] = place, x, digest
+                    state.writes[id(x)] = (place, x, digest)
             elif issubclass(kind, BYTES):
                 state.counts[place] += len(x)
-        state.contents[path] += (
-            sorted(words, key=repr) if issubclass(kind, set | frozenset) else words
-        )
+        # A set has no order of its own.
+        is_set = issubclass(kind, set | frozenset)
+        state.contents[path] += sorted(words, key=repr) if is_set else words
     return state
 
 
 def _word(x: Any) -> object:
-    """A number or a word, of which equals are equal: 1 is not True, and a NaN is itself."""
+    """Returns a number or a word as an object that equals its equals.
+
+    1 is not True, and a NaN equals itself.
+    """
     return repr(x) if type(x) in (bool, float, complex) else x
 
 
 def _content(x: Any, entries: list[Any]) -> object:
-    """What tells an object from others apart from what it holds: its value, or a hash of its numbers."""
-    if type(x) in PLAIN:
+    """Returns an object's own value, or a hash of its numbers; None if it has neither."""
+    kind = type(x)
+    if kind in PLAIN:
         return _word(x)
-    with suppress(Exception):  # foreign tensors and objects raise anything
-        if issubclass(type(x), Tensor):
+    with suppress(Exception):  # foreign tensors and objects may raise any exception
+        if issubclass(kind, Tensor):
             return hashlib.sha256(_bytes_of(x.detach())).hexdigest()
-        if issubclass(type(x), np.ndarray):
+        if issubclass(kind, np.ndarray):
             is_large_file = x.size > COPIED and not x.flags.writeable
-            numbers = np.empty(0) if is_large_file or x.dtype.hasobject else np.ascontiguousarray(x)
-            return x.shape, hashlib.sha256(numbers.reshape(-1).view(np.uint8).data).hexdigest()
-        if issubclass(type(x), BYTES):
+            is_skipped = is_large_file or x.dtype.hasobject
+            numbers = np.empty(0) if is_skipped else np.ascontiguousarray(x)
+            words = numbers.reshape(-1).view(np.uint8)
+            return x.shape, hashlib.sha256(words.data).hexdigest()
+        if issubclass(kind, BYTES):
             return bytes(x)
-        if issubclass(type(x), STREAMS):
+        if issubclass(kind, STREAMS):
             return stream_content(x)
-        if (memory := lent_memory(x)) is not None:
+        memory = lent_memory(x)
+        if memory is not None:
             return memory.tobytes()
-        is_value = (
-            type(x).__module__ in sys.stdlib_module_names and not entries and not entries_of(x)
-        )
-        if issubclass(type(x), np.generic) or is_value:
+        is_of_library = kind.__module__ in sys.stdlib_module_names
+        is_leaf = is_of_library and not entries and not entries_of(x)
+        if issubclass(kind, np.generic) or is_leaf:
             return hashlib.sha256(pickle.dumps(x)).hexdigest()
     return None
 
 
 def _bytes_of(x: Tensor) -> bytes:
-    """The numbers of a tensor; of one that is sparse, say, all that it consists of."""
+    """Returns shape and numbers of a tensor; all that it consists of if it is sparse, say."""
     if x.layout != torch.strided or x.is_nested or x.is_quantized:
-        torch.save(x, file := io.BytesIO())
+        file = io.BytesIO()
+        torch.save(x, file)
         return file.getvalue()
     shape = str(x.shape).encode()
     if x.is_meta:
         return shape
-    return (
-        shape
-        + x.cpu()
-        .resolve_conj()
-        .resolve_neg()
-        .contiguous()
-        .view(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
+    words = in_order(x.cpu()).view(torch.uint8)
+    return shape + words.numpy().tobytes()
 
 
 def require_nothing_gathered(
     model: nn.Module, task: Task, inputs: Inputs, restore: Callable[[], None]
 ) -> None:
-    """What a forward gathers of made-up examples for much later calls shows before it is used, such as a queue of features.
+    """Refuses a forward that gathers something for later calls, such as a queue of features.
 
-    Two examples go first, or one of them twice, and then a single one twice: nothing that is held at the end may depend on who
-    went first, become more with every call, or have been written in place. Looked at are attributes of modules, of their
-    classes and of parameters, and what lies in them to the DEPTH of objects inside one another.
+    Two examples go first, or one of them twice, and then a single one twice: nothing that modules
+    hold at the end may depend on the first examples, grow with every call, or have been written
+    in place. So state for much later calls shows before it is used. The search covers attributes
+    of modules, of their classes and of parameters, and objects in them to DEPTH levels.
 
     Raises:
         PrivacyConfigError: naming the attribute.
@@ -173,34 +180,44 @@ def require_nothing_gathered(
         with must_take("one call after another"):
             task(**{name: x[[*rows]] for name, x in inputs.items()})
 
-    def after(*first: int) -> tuple[Held, Held]:
-        """What is held after the second and after the third call."""
+    def state_after(*first: int) -> tuple[Held, Held]:
+        """Returns the contents of attributes after the second and after the third call."""
         restore()
         call(*first)
         call(0)
-        second = held(model, task)
+        second_state = held(model, task)
         call(0)
-        third = held(model, task)
+        third_state = held(model, task)
         restore()
-        return second, third
+        return second_state, third_state
 
-    (before, last), (_, others), (_, again) = after(0, 1), after(1, 1), after(0, 1)
-    kept = [place for place, count in last.counts.items() if count > before.counts[place]]
-    kept += [
-        place
-        for key, (place, _, writes) in last.writes.items()
-        if before.writes.get(key, [writes])[-1] != writes
-    ]
-    for path in {**last.contents, **others.contents}:
+    second_state, third_state = state_after(0, 1)
+    _, state_of_others = state_after(1, 1)
+    _, repeated_state = state_after(0, 1)
+    places = []
+    for place, count in third_state.counts.items():
+        if count > second_state.counts[place]:
+            places.append(place)
+    for key, (place, _, writes) in third_state.writes.items():
+        if key in second_state.writes and second_state.writes[key][-1] != writes:
+            places.append(place)
+    for path in {**third_state.contents, **state_of_others.contents}:
         leaves = itertools.zip_longest(
-            last.of(path), others.of(path), again.of(path), fillvalue=...
+            third_state.of(path),
+            state_of_others.of(path),
+            repeated_state.of(path),
+            fillvalue=...,
         )
-        # What differs between equal calls too, such as the time, is no example's; what lies beside it is looked at.
-        kept += [str(path[0]) for now, other, twin in leaves if now == twin != other]
-    if kept:
+        # A leaf that differs between equal calls too, such as the time, is no example's. The
+        # leaves beside it are compared.
+        for leaf, leaf_of_others, repeated_leaf in leaves:
+            if leaf == repeated_leaf != leaf_of_others:
+                places.append(str(path[0]))
+    if places:
         raise PrivacyConfigError(
-            "the forward keeps more with every call, something of earlier calls, or writes in place into a tensor that it "
-            f"keeps ({kept[0]}): what it keeps of one micro-batch would reach later ones; keep no state in the forward"
+            "the forward keeps more with every call, something of earlier calls, or writes in "
+            f"place into a tensor that it keeps ({places[0]}): what it keeps of one micro-batch "
+            "would reach later ones; keep no state in the forward"
         )
 
 
@@ -208,43 +225,44 @@ def require_nothing_gathered(
 def untouched(
     model: nn.Module, task: object, dtype: torch.dtype | None = None
 ) -> Iterator[Callable[[], None]]:
-    """A check of a model leaves nothing behind: parameters, buffers and attributes of its modules are copies inside.
+    """Replaces parameters, buffers and attributes of modules by copies for the time of a check.
 
-    Floating parameters and buffers are of `dtype`, which is torch's default there too. It yields as `put_back` does.
+    Floating parameters and buffers are of `dtype`, which is torch's default there too. It yields
+    the same function as `put_back`.
 
     Raises:
-        PrivacyConfigError: something inside wrote into a parameter or buffer, or made a buffer: that would reach other
-            micro-batches, and leave the run in checkpoints, without noise.
+        PrivacyConfigError: the block wrote into a parameter or buffer, or made a buffer: that
+            would reach other micro-batches, and leave the run in checkpoints, without noise.
     """
-    tensors, default = (
-        {**dict(model.named_parameters()), **dict(model.named_buffers())},
-        torch.get_default_dtype(),
-    )
-    originals, saved = {name: x.data for name, x in tensors.items()}, set(model.state_dict())
-    with put_back((module for _, module in modules_of(model, task)), DEPTH) as restore:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    default_dtype = torch.get_default_dtype()
+    originals = {name: x.data for name, x in tensors.items()}
+    saved_names = set(model.state_dict())
+    modules = [module for _, module in modules_of(model, task)]
+    with put_back(modules, DEPTH) as restore:
         try:
             for name, x in tensors.items():
-                x.data = originals[name].to(
-                    dtype if dtype and x.is_floating_point() else x.dtype, copy=True
-                )
-            torch.set_default_dtype(dtype or default)
+                dtype_of_copy = dtype if dtype and x.is_floating_point() else x.dtype
+                x.data = originals[name].to(dtype_of_copy, copy=True)
+            torch.set_default_dtype(dtype or default_dtype)
             yield restore
-            after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            current = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             for name, x in tensors.items():
-                before = originals[name].to(x.dtype)
-                if after.get(name) is not x or not torch.allclose(
-                    x.data, before, 0, 0, equal_nan=True
-                ):
+                original = originals[name].to(x.dtype)
+                is_same = current.get(name) is x
+                if not is_same or not torch.allclose(x.data, original, 0, 0, equal_nan=True):
                     raise PrivacyConfigError(
-                        f"the forward changes the buffer {name}: what it keeps of one micro-batch would reach others and leave "
-                        "the run without noise; keep no state in the forward"
+                        f"the forward changes the buffer {name}: what it keeps of one micro-batch "
+                        "would reach others and leave the run without noise; keep no state in the "
+                        "forward"
                     )
-            if new := set(model.state_dict()) - saved:
+            new_names = set(model.state_dict()) - saved_names
+            if new_names:
                 raise PrivacyConfigError(
-                    f"the forward makes the buffer {min(new)}, which would leave the run in checkpoints, without noise; make it "
-                    "in __init__, or with persistent=False"
+                    f"the forward makes the buffer {min(new_names)}, which would leave the run in "
+                    "checkpoints, without noise; make it in __init__, or with persistent=False"
                 )
         finally:
-            torch.set_default_dtype(default)
+            torch.set_default_dtype(default_dtype)
             for name, x in tensors.items():
                 x.data = originals[name]

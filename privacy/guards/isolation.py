@@ -93,13 +93,13 @@ class Isolation:
         clipped = self._mechanism.clipped
         inputs = to_device(made_up, self._mechanism.engine)
         num_rows = len(next(iter(inputs.values())))
-        whole = Part(inputs, torch.zeros(num_rows, dtype=torch.bool), 0)
+        part = Part(inputs, torch.zeros(num_rows, dtype=torch.bool), 0)
 
         def compare() -> Agreement:
             sums_before = copy.deepcopy(clipped.accumulator)
             with self._without_trace(), must_take(f"{num_rows} examples, some of them padding"):
-                self._add(whole)
-                agreement = self._compare_halves(whole, clipped.rows, sums_before)
+                self._add(part)
+                agreement = self._compare_halves(part, clipped.rows, sums_before)
             clipped.zero_()
             if not agreement.is_close:
                 raise PrivacyConfigError(
@@ -125,7 +125,7 @@ class Isolation:
         self._index = 0
 
     def force(self) -> None:
-        """Has the next micro-batch be checked, too."""
+        """Requests a check of the next micro-batch, too."""
         self._is_forced = True
 
     def watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -172,25 +172,25 @@ class Isolation:
         # fresh copies.
         inputs = to_device(micro_batch.inputs, self._mechanism.engine)
         inputs = {name: x.clone() for name, x in inputs.items()}
-        whole = Part(inputs, micro_batch.is_padding_B, micro_batch.num_undecodable)
+        part = Part(inputs, micro_batch.is_padding_B, micro_batch.num_undecodable)
         sums_before = copy.deepcopy(clipped.accumulator)
-        yield whole
+        yield part
         with self._without_trace():
-            agreement = self._compare_halves(whole, clipped.rows, sums_before)
+            agreement = self._compare_halves(part, clipped.rows, sums_before)
         must_keep_bits = kind_of(inputs) in self._kinds_that_keep_bits
         if agreement.is_close and (agreement.keeps_bits or not must_keep_bits):
             self.num_passed += 1
         else:
             self._is_mixed = True
 
-    def _compare_halves(self, whole: Part, rows: Rows, sums_before: Accumulator) -> Agreement:
+    def _compare_halves(self, part: Part, rows: Rows, sums_before: Accumulator) -> Agreement:
         """Adds both halves of a micro-batch to the sums before it, and compares rows and sums.
 
         Args:
-            rows: of the whole, which the mechanism's own sums hold.
+            rows: of the whole part, which the mechanism's own sums hold.
         """
         clipped = self._mechanism.clipped
-        num_rows = len(whole.is_padding_B)
+        num_rows = len(part.is_padding_B)
         generator = torch.Generator()
         generator.seed()  # from the operating system
         is_in_first_B = torch.randperm(num_rows, generator=generator) < num_rows // 2
@@ -200,13 +200,14 @@ class Isolation:
         clipped.accumulator = sums_before
         try:
             for is_kept_B in (is_in_first_B, ~is_in_first_B):
-                half = self._half_of(whole, is_kept_B)
+                half = self._half_of(part, is_kept_B)
                 self._add(half)
                 for x, y in zip(rows, clipped.rows, strict=True):
                     is_compared_B = ~half.is_padding_B.to(x.device)
-                    x, y = x[..., is_compared_B], y[..., is_compared_B]
-                    keeps_bits &= torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0))
-                    rows_are_close &= _are_close(x, y)
+                    x_kept = x[..., is_compared_B]
+                    y_kept = y[..., is_compared_B]
+                    keeps_bits &= torch.equal(x_kept.nan_to_num(-1.0), y_kept.nan_to_num(-1.0))
+                    rows_are_close &= _are_close(x_kept, y_kept)
         finally:
             clipped.accumulator = sums
         assert clipped.exponent is not None, "sums with noise are whole numbers"
@@ -218,23 +219,21 @@ class Isolation:
             distance = distance / allowed if allowed > 0 else math.inf
         return Agreement(keeps_bits, rows_are_close, distance)
 
-    def _half_of(self, whole: Part, is_kept_B: Tensor) -> Part:
-        """Returns a micro-batch that keeps some rows, and has padding in the place of the others."""
-        inputs = {
-            name: torch.where(in_rows(is_kept_B, x), x, self._padding[name].to(x))
-            for name, x in whole.inputs.items()
-        }
-        is_kept_B = is_kept_B.to(whole.is_padding_B.device)
-        return Part(inputs, whole.is_padding_B | ~is_kept_B, 0)
+    def _half_of(self, part: Part, is_kept_B: Tensor) -> Part:
+        """Returns a micro-batch that keeps some rows, with padding in the place of the others."""
+        inputs = {}
+        for name, x in part.inputs.items():
+            padding = self._padding[name].to(x)
+            inputs[name] = torch.where(in_rows(is_kept_B, x), x, padding)
+        is_kept_B = is_kept_B.to(part.is_padding_B.device)
+        return Part(inputs, part.is_padding_B | ~is_kept_B, 0)
 
     def _add(self, part: Part) -> None:
         """Adds a micro-batch to the sums as a step does; its statistics go nowhere."""
-        engine = self._mechanism.engine
-        self._mechanism.clipped.add_micro_batch(
-            self._mechanism.task,
-            to_device(part.inputs, engine),
-            part.is_padding_B.to(engine.device),
-        )
+        mechanism = self._mechanism
+        inputs = to_device(part.inputs, mechanism.engine)
+        is_padding_B = part.is_padding_B.to(mechanism.engine.device)
+        mechanism.clipped.add_micro_batch(mechanism.task, inputs, is_padding_B)
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
@@ -249,8 +248,8 @@ class Isolation:
             finally:
                 random.setstate(python_state)
                 np.random.set_state(numpy_state)  # noqa: NPY002
-                for attributes, before in settings:
-                    attributes.update(before)
+                for attributes, saved_settings in settings:
+                    attributes.update(saved_settings)
 
 
 def kind_of(inputs: Mapping[str, Tensor]) -> object:

@@ -28,11 +28,11 @@ SMALL = 1e-3
 LARGE = 1e4
 """The factor that makes floating-point inputs large."""
 IN_ANY_ORDER = 1e-2
-"""Relative difference on accelerators, some of whose kernels add in no fixed order, also in bf16."""
+"""Relative difference on accelerators, some of whose kernels add in no fixed order, in bf16 too."""
 
 
 def require_apart(task: Task, inputs: Inputs, size: int) -> None:
-    """Requires that examples keep their losses beside other rows. Collective where `task` is.
+    """Refuses a task that changes losses of examples beside other rows. Collective where it is.
 
     Args:
         task: `task(**inputs)` returns loss_B.
@@ -57,12 +57,13 @@ def require_apart(task: Task, inputs: Inputs, size: int) -> None:
 
     row_B = torch.arange(size) % len(next(iter(inputs.values())))
     among_neighbours(inputs, row_B, stays_B, run)
-    first, *others = (loss_B[stays_B.to(loss_B.device)].double() for loss_B in losses)
+    losses = [loss_B[stays_B.to(loss_B.device)].double() for loss_B in losses]
+    first = losses[0]
     tolerance = 0.0 if first.device.type == "cpu" else IN_ANY_ORDER
-    where = f"in micro-batches of {size} examples, in the precision of the run, "
+    prefix = f"in micro-batches of {size} examples, in the precision of the run, "
     # All forwards come before the first comparison, since no rank may stop in between.
-    for loss_B in others:
-        compare_losses(first, loss_B, tolerance, where)
+    for loss_B in losses[1:]:
+        compare_losses(first, loss_B, tolerance, prefix)
 
 
 def require_neighbours_apart(
@@ -110,18 +111,17 @@ def losses_of(task: Task, micro_batch: Inputs) -> Tensor:
     return loss_B
 
 
-def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, where: str = "") -> None:
-    """Requires that the same examples have the same losses.
+def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, prefix: str = "") -> None:
+    """Refuses losses that differ for the same examples.
 
     Raises:
         PrivacyConfigError: they differ by more than `tolerance` of the largest.
     """
     largest = float(first_B.nan_to_num(0, 0, 0).abs().max())
-    if not torch.allclose(
-        first_B, second_B, rtol=tolerance, atol=tolerance * largest, equal_nan=True
-    ):
+    allowed = tolerance * largest
+    if not torch.allclose(first_B, second_B, rtol=tolerance, atol=allowed, equal_nan=True):
         raise PrivacyConfigError(
-            f"{where}the loss of an example changes with the other examples of its micro-batch: "
+            f"{prefix}the loss of an example changes with the other examples of its micro-batch: "
             "every example's loss must depend on that example alone, at every size (no mean over "
             "the batch, no contrast between examples, no state that the forward keeps, no limit or "
             "group that examples share, no length that is fitted to the longest, no branch on the "
@@ -147,8 +147,8 @@ def among_neighbours(
     """
     kind_B = torch.arange(len(stays_B)) % 7
 
-    def hostile(*values: float) -> Change:
-        """Multiplies examples in as many of seven rows by these values."""
+    def hostile(*factors: float) -> Change:
+        """Returns a change that multiplies as many of seven rows by these factors."""
 
         def change(x_B: Tensor) -> Tensor:
             # A crowd of one example is for limits that count examples. A short example is for
@@ -156,19 +156,21 @@ def among_neighbours(
             y_B = torch.where(in_rows(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
             y_B = torch.where(in_rows(kind_B == 4, x_B), shortened(x_B), y_B)
             if x_B.is_floating_point():  # NaN and infinity carry over at any strength of mixing
-                for kind, value in enumerate(values):
-                    y_B = torch.where(in_rows(kind_B == kind, x_B), y_B * value, y_B)
+                for kind, factor in enumerate(factors):
+                    y_B = torch.where(in_rows(kind_B == kind, x_B), y_B * factor, y_B)
             return y_B
 
         return change
 
+    to_infinity = hostile(torch.nan, torch.inf, -torch.inf, torch.nan)
+    to_large = hostile(LARGE, -LARGE, LARGE, -LARGE)
     # The last two come if a model refuses one of the first three, since their ids may have to
     # stand where they are.
     kinds: list[Change] = [
-        hostile(torch.nan, torch.inf, -torch.inf, torch.nan),
-        hostile(LARGE, -LARGE, LARGE, -LARGE),
+        to_infinity,
+        to_large,
         lambda x_B: x_B.roll(1, 0),
-        lambda x_B: shortened(x_B[:1]).expand_as(x_B),
+        _short_example,
         lambda x_B: x_B[:1].expand_as(x_B),
     ]
     rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
@@ -177,9 +179,9 @@ def among_neighbours(
         if number > 2 and num_taken > 1:
             return
         try:
-            micro_batch = {
-                name: torch.where(in_rows(stays_B, x), x, change(x)) for name, x in rows.items()
-            }
+            micro_batch = {}
+            for name, x in rows.items():
+                micro_batch[name] = torch.where(in_rows(stays_B, x), x, change(x))
             run(micro_batch, number == 0)
             num_taken += 1
         except NotTaken:  # the model refuses such values; it is tried on values that it takes
@@ -187,9 +189,15 @@ def among_neighbours(
                 raise
 
 
-def in_rows(is_so_B: Tensor, like: Tensor) -> Tensor:
+def _short_example(x_B: Tensor) -> Tensor:
+    """Returns the first example, cut to half, in all rows."""
+    return shortened(x_B[:1]).expand_as(x_B)
+
+
+def in_rows(condition_B: Tensor, like: Tensor) -> Tensor:
     """Returns a condition on rows with the device and the number of dimensions of a tensor."""
-    return is_so_B.to(like.device).view(-1, *[1] * (like.dim() - 1))
+    shape = [-1, *[1] * (like.dim() - 1)]
+    return condition_B.to(like.device).view(shape)
 
 
 def shortened(x: Tensor) -> Tensor:
@@ -197,8 +205,10 @@ def shortened(x: Tensor) -> Tensor:
     if x.dim() < 2:
         return x
     length = x.shape[1]
-    is_kept = torch.arange(length, device=x.device) < -(-length // 2)
-    return torch.where(is_kept.view(-1, *[1] * (x.dim() - 2)), x, x.new_zeros(()))
+    half = -(-length // 2)
+    is_kept = torch.arange(length, device=x.device) < half
+    shape = [-1, *[1] * (x.dim() - 2)]
+    return torch.where(is_kept.view(shape), x, x.new_zeros(()))
 
 
 class NotTaken(PrivacyConfigError):
@@ -214,7 +224,7 @@ def generators() -> list[object]:
 
 
 @contextmanager
-def must_take(what: str) -> Iterator[None]:
+def must_take(examples: str) -> Iterator[None]:
     """Reports an error of the model on made-up inputs in one line, and refuses random numbers.
 
     A mask or coin from a global generator would depend on an example's place in the batch.
@@ -234,8 +244,8 @@ def must_take(what: str) -> Iterator[None]:
         message = " ".join(str(error).split())[:200] or "without a word"
         raise NotTaken(
             f"the model raises {type(error).__name__} on made-up examples of the self-check "
-            f"({what}): {message}; give it made-up examples that it takes: made_up= of PrivateLoop, "
-            "or inputs of check_against_autograd"
+            f"({examples}): {message}; give it made-up examples that it takes: made_up= of "
+            "PrivateLoop, or inputs of check_against_autograd"
         ) from error
     if generators() != states_before:
         raise PrivacyConfigError(
@@ -252,11 +262,11 @@ def nothing_is_small(model: nn.Module) -> Iterator[None]:
     A weight that starts at zero hides the gradients of the layers before it.
     """
     floating = [_memory(p) for p in model.parameters() if p.is_floating_point()]
-    small = {
-        p: p.detach().clone()
-        for p in floating
-        if float(p.detach().float().norm()) < SMALL * math.sqrt(p.numel())
-    }
+    small = {}
+    for p in floating:
+        numbers = p.detach()
+        if float(numbers.float().norm()) < SMALL * math.sqrt(p.numel()):
+            small[p] = numbers.clone()
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
