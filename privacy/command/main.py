@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 def plan(options: argparse.Namespace) -> int:
     """Prints the claim of a private loop with these numbers."""
-    # Imported here, as in the other commands: a missing package is one line, and `--help` needs none.
+    # Imported here, as in the other commands: a missing package is one line, `--help` needs none.
     from ..accounting.rounding import rounded_up
     from ..plan.numbers import make_plan
     from ..plan.releases import SENSITIVITY_SLACK
