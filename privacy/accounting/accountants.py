@@ -126,8 +126,8 @@ def claimed_epsilon(groups: Groups, delta: float) -> tuple[float, float | None]:
     LARGEST_DETAILED_EPSILON the interval grows with epsilon. A coarser grid still gives an upper
     bound. The interval is None for the accountants that have none.
     """
-    unsampled = all(group.sample_rate == 1 and group.cap is None for group in groups)
-    if unsampled or delta < PLD_SMALLEST_DELTA:
+    is_unsampled = all(group.sample_rate == 1 and group.cap is None for group in groups)
+    if is_unsampled or delta < PLD_SMALLEST_DELTA:
         return epsilon(groups, delta), None
     upper_bound = epsilon_rdp(groups, delta)
     if upper_bound <= LARGEST_DETAILED_EPSILON:
@@ -148,9 +148,9 @@ def epsilon_gaussian(groups: Groups, delta: float) -> float:
     Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu) (Balle and Wang 2018, theorem 8).
     """
     groups = _active(groups)
-    trivial = _trivial_epsilon(groups, delta)
-    if trivial is not None:
-        return trivial
+    trivial_epsilon = _trivial_epsilon(groups, delta)
+    if trivial_epsilon is not None:
+        return trivial_epsilon
     mu = math.sqrt(math.fsum(group.count / group.noise_multiplier**2 for group in groups))
     if mu == 0:
         return 0.0
@@ -181,9 +181,9 @@ def _epsilon_pld(
     groups: tuple[ReleaseGroup, ...], delta: float, interval: float, relation: NeighboringRelation
 ) -> float:
     _require_pld(delta)
-    trivial = _trivial_epsilon(groups, delta)
-    if trivial is not None:
-        return trivial
+    trivial_epsilon = _trivial_epsilon(groups, delta)
+    if trivial_epsilon is not None:
+        return trivial_epsilon
     return float(loss_distribution(groups, interval, relation).get_epsilon_for_delta(delta))
 
 
@@ -241,9 +241,9 @@ def epsilon_group(groups: Groups, delta: float, k: int, interval: float = FINE_I
     """
     groups = _active(groups)
     _require_pld(delta)
-    trivial = _trivial_epsilon(groups, delta)
-    if trivial is not None:
-        return trivial
+    trivial_epsilon = _trivial_epsilon(groups, delta)
+    if trivial_epsilon is not None:
+        return trivial_epsilon
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, interval)
     for group in groups:
         shifts = [float(hits) for hits in range(k + 1)]
@@ -262,9 +262,9 @@ def epsilon_rdp(groups: Groups, delta: float) -> float:
     It is sound for any delta, and loose (about 10 % at epsilon 8).
     """
     groups = _active(groups)
-    trivial = _trivial_epsilon(groups, delta)
-    if trivial is not None:
-        return trivial
+    trivial_epsilon = _trivial_epsilon(groups, delta)
+    if trivial_epsilon is not None:
+        return trivial_epsilon
     logger = logging.getLogger("absl")
     level = logger.level
     # The library logs each order that it leaves out; the bound is sound without them.
@@ -435,13 +435,13 @@ class EpsilonTable:
         if count not in self._epsilons:
             # Epsilon grows with k, so a later (finer) bound that is smaller also holds for every
             # earlier k.
-            fine = [
+            fine_bounds = [
                 self.exact(fine_count) for fine_count in self._fine_counts if fine_count >= count
             ]
             if count in self._fine_counts:
-                self._epsilons[count] = fine[0]
+                self._epsilons[count] = fine_bounds[0]
             else:
-                self._epsilons[count] = min(self._coarse(count), *fine)
+                self._epsilons[count] = min(self._coarse(count), *fine_bounds)
         return self._epsilons[count]
 
     def count_for(self, num_charged: int) -> int:
@@ -470,13 +470,13 @@ class EpsilonTable:
         if delta < PLD_SMALLEST_DELTA or group.noise_multiplier == 0:
             return epsilon([group], delta)
         uncapped_step = one_step_distribution(self._group.without_cap(), COARSE_INTERVAL)
-        uncapped = uncapped_step.self_compose(count)
+        uncapped_steps = uncapped_step.self_compose(count)
         tau = overflow_probability([group])
-        bound = float(with_overflow(uncapped.get_epsilon_for_delta, tau, delta))
+        bound = float(with_overflow(uncapped_steps.get_epsilon_for_delta, tau, delta))
         if tau * (1 + math.exp(min(bound, 700.0))) <= 0.01 * delta:
             return bound
-        capped = one_step_distribution(self._group, COARSE_INTERVAL).self_compose(count)
-        return min(bound, float(capped.get_epsilon_for_delta(delta)))
+        capped_steps = one_step_distribution(self._group, COARSE_INTERVAL).self_compose(count)
+        return min(bound, float(capped_steps.get_epsilon_for_delta(delta)))
 
 
 class CrossCheckUnavailable(RuntimeError):
@@ -495,9 +495,9 @@ def epsilon_prv(
             epsilon.
     """
     groups = _active(groups)
-    trivial = _trivial_epsilon(groups, delta)
-    if trivial is not None:
-        return trivial, trivial, trivial
+    trivial_epsilon = _trivial_epsilon(groups, delta)
+    if trivial_epsilon is not None:
+        return trivial_epsilon, trivial_epsilon, trivial_epsilon
     # Imported here: it is a cross-check that training itself does not need.
     from prv_accountant import GaussianMechanism, PoissonSubsampledGaussianMechanism, PRVAccountant
 
@@ -562,10 +562,10 @@ def risk_of(
     growth = np.exp(_EPSILONS)
     bounds = []
     for rate in rates:
-        steep = deltas + growth * rate
-        flat = 1 - (1 - deltas - rate) / growth
+        steep_bounds = deltas + growth * rate
+        flat_bounds = 1 - (1 - deltas - rate) / growth
         # An attack may always guess, so that less than `rate` cannot be a bound.
-        bound = max(rate, np.minimum(steep, flat).min())
+        bound = max(rate, np.minimum(steep_bounds, flat_bounds).min())
         bounds.append([rate, float(min(bound, 1.0))])
     return {"advantage": float(deltas[0]), "true_positive_rates": bounds}
 

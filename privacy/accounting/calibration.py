@@ -76,11 +76,11 @@ def calibrate_noise_multiplier(
     tolerance = min(TOLERANCE, 0.01 * target_epsilon)
     # (name, group, curve). Each stage starts where the cheaper one before it ended; only the last,
     # the claim itself, is binding.
-    confirm: _Stage = ("confirm", group, functools.partial(epsilon, delta=delta))
-    stages = [confirm]
+    final_stage: _Stage = ("confirm", group, functools.partial(epsilon, delta=delta))
+    stages = [final_stage]
     has_closed_form = group.sample_rate == 1 and group.cap is None
     if not has_closed_form and delta < accountants.PLD_SMALLEST_DELTA:
-        stages = [("coarse", group, functools.partial(epsilon_rdp, delta=delta)), confirm]
+        stages = [("coarse", group, functools.partial(epsilon_rdp, delta=delta)), final_stage]
     elif not has_closed_form:
         uncapped = group.without_cap()
         stages = []
@@ -91,7 +91,7 @@ def calibrate_noise_multiplier(
             pld = functools.partial(epsilon_pld, delta=delta, interval=interval)
             stages.append((name, uncapped, pld))
         if group.cap is not None:
-            stages.append(confirm)
+            stages.append(final_stage)
     sigma = 1.0
     for name, stage_group, curve in stages:
         evaluate = functools.partial(

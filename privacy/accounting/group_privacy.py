@@ -29,21 +29,21 @@ class ClaimedDelta(Protocol):
     def had_doubles(self) -> bool: ...
 
 
-def tail_of_doubles(charged: accountants.ReleaseGroup, num_examples: int) -> float:
+def tail_of_doubles(releases: accountants.ReleaseGroup, num_examples: int) -> float:
     """Returns the cost in delta of the bounded support of version 0.1's noise, over all releases.
 
     That noise was made of doubles.
     """
-    sigma = charged.noise_multiplier
-    num_inclusions = charged.sample_rate * charged.count
+    sigma = releases.noise_multiplier
+    num_inclusions = releases.sample_rate * releases.count
     delta = 0.0
-    if charged.cap is not None:
+    if releases.cap is not None:
         # An example that pushes another one out of a batch above the cap moves the sum by up to 2.
         # The noise without it may then be centred at the sum with the other one or without: in
         # between, where only one of these two can be, the privacy loss is not that of the sampled
-        # Gaussian. The probability is that the other examples fill the batch.
-        full = float(stats.binom.sf(charged.cap - 1, num_examples - 1, charged.sample_rate))
-        delta = _passes_the_edge(sigma / 2, num_inclusions * full)
+        # Gaussian. The tail is the probability that the other examples fill the batch.
+        tail = stats.binom.sf(releases.cap - 1, num_examples - 1, releases.sample_rate)
+        delta = _passes_the_edge(sigma / 2, num_inclusions * float(tail))
     return delta + _passes_the_edge(sigma, num_inclusions)
 
 

@@ -84,12 +84,12 @@ def schedule_audit(run_dir: Path, max_coins: int = MAX_COINS) -> AuditReport:
     # would make other coins.
     SamplingKey.load(folder.key, state.opened["key_commitment"])
     attempts = read_attempts(snapshot.records)
-    recorded = {}
+    records = {}
     for line in recorded_attempts(run_dir) or ():
         # Without the lines that a run in progress has added since the ledger was read.
         if isinstance(line, MembersRecord) and line.seq < state.num_lines:
-            recorded[(line.nonce, line.step, line.attempt)] = line
-    checks = members_checks(state.plan, attempts, folder.key.read_bytes(), recorded, max_coins)
+            records[(line.nonce, line.step, line.attempt)] = line
+    checks = members_checks(state.plan, attempts, folder.key.read_bytes(), records, max_coins)
     checks.append(attempts_check(run_dir, state, marks_before))
     return AuditReport("schedule", checks)
 
@@ -98,7 +98,7 @@ def members_checks(
     plan: PrivacyPlan,
     attempts: Sequence[Attempt],
     secret: bytes,
-    recorded: Mapping[tuple[str, int, int], MembersRecord],
+    records: Mapping[tuple[str, int, int], MembersRecord],
     max_coins: int = MAX_COINS,
 ) -> list[Check]:
     """Returns the checks of batch sizes and members against independent coins of rate q.
@@ -109,7 +109,7 @@ def members_checks(
 
     Args:
         secret: the key's 32 bytes.
-        recorded: (nonce, step, attempt) -> its record.
+        records: (nonce, step, attempt) -> its record.
         max_coins: bounds the work: beyond it the audit takes retries, and other attempts evenly
             over the run.
     """
@@ -124,50 +124,50 @@ def members_checks(
     n = plan.num_examples
     sampler = SecondSampler(secret, n, plan.expected_batch_size, plan.cap)
     max_attempts = max(2, max_coins // n)
-    audited = list(attempts)
+    audited_attempts = list(attempts)
     if len(attempts) > max_attempts:
         # A program that forgets its attempts gets the coins of a retry wrong.
         retries = [attempt for attempt in attempts if attempt.attempt > 0][: max_attempts // 2]
         places = np.linspace(0, len(attempts) - 1, max_attempts - len(retries))
         indices = places.round().astype(int).tolist()
-        audited = retries + [attempts[index] for index in indices]
+        audited_attempts = retries + [attempts[index] for index in indices]
     num_inclusions = 0
-    num_compared = 0
+    num_comparisons = 0
     wrong_steps = []
-    for attempt in audited:
-        chosen, members = sampler.members(attempt)
-        num_inclusions += len(chosen)
-        record = recorded.get((attempt.nonce.hex(), attempt.step, attempt.attempt))
+    for attempt in audited_attempts:
+        candidates, members = sampler.members(attempt)
+        num_inclusions += len(candidates)
+        record = records.get((attempt.nonce.hex(), attempt.step, attempt.attempt))
         if record is None:
             continue
-        num_compared += 1
+        num_comparisons += 1
         try:
             world_size = len(record.digests)
-            dealt = sampler.deal(attempt, members, record.rows_per_rank, world_size, record.nodes)
-            digests = [sampler.digest(attempt, rank, ids) for rank, (ids, _) in enumerate(dealt)]
-            counts = [len(ids) for ids, _ in dealt]
+            deal = sampler.deal(attempt, members, record.rows_per_rank, world_size, record.nodes)
+            digests = [sampler.digest(attempt, rank, ids) for rank, (ids, _) in enumerate(deal)]
+            counts = [len(ids) for ids, _ in deal]
             agrees = list(record.digests) == digests and list(record.counts) == counts
         except (ValueError, IndexError):
             # The record has too few rows for the members, or impossible nodes.
             agrees = False
         if not agrees:
             wrong_steps.append(attempt.step)
-    num_coins = n * len(audited)
+    num_coins = n * len(audited_attempts)
     p_value = float(stats.binomtest(num_inclusions, num_coins, plan.sample_rate).pvalue)
     inclusions = (
-        f"{num_inclusions} inclusions in {len(audited)} attempts of {n} examples, "
+        f"{num_inclusions} inclusions in {len(audited_attempts)} attempts of {n} examples, "
         f"{num_coins * plan.sample_rate:.0f} expected"
     )
-    mean_size = num_inclusions / len(audited)
+    mean_size = num_inclusions / len(audited_attempts)
     size_check = random_check("batch_size_total", p_value, inclusions, statistic=mean_size)
-    if not num_compared:
+    if not num_comparisons:
         sentence = "the run kept no record of what it trained on (private/members.jsonl)"
         return [size_check, undecided("trained_members", sentence)]
     num_wrong = len(wrong_steps)
     first = f" (first at step {wrong_steps[0]})" if wrong_steps else ""
     sentence = (
-        f"in {num_wrong} of {num_compared} attempts the ranks were dealt other examples than the "
-        f"coins say{first}"
+        f"in {num_wrong} of {num_comparisons} attempts the ranks were dealt other examples than "
+        f"the coins say{first}"
     )
     members_check = fact(
         "trained_members", not wrong_steps, sentence, statistic=num_wrong, threshold=0

@@ -71,24 +71,24 @@ class SecondSampler:
         threshold = (self.expected_batch_size << 64) // n
         num_blocks = (n + 1) // 2
         ids: list[Ids] = []
-        words: list[Words] = []
+        candidate_words: list[Words] = []
         for first in range(0, num_blocks, _BLOCKS):
             blocks = np.arange(first, min(first + _BLOCKS, num_blocks))
             # Two words a block; the last block may hold one word too many.
-            drawn = _words(key, attempt.step, blocks)[: n - 2 * first]
+            coins = _words(key, attempt.step, blocks)[: n - 2 * first]
             # 2^64 does not fit a word; every word is below it.
             if threshold >= 2**64:
-                heads = np.arange(len(drawn))
+                heads = np.arange(len(coins))
             else:
-                heads = np.flatnonzero(drawn < np.uint64(threshold))
+                heads = np.flatnonzero(coins < np.uint64(threshold))
             ids.append(heads + 2 * first)
-            words.append(drawn[heads])
-        chosen = np.concatenate(ids)
-        if self.cap is None or len(chosen) <= self.cap:
-            return chosen, chosen
+            candidate_words.append(coins[heads])
+        candidates = np.concatenate(ids)
+        if self.cap is None or len(candidates) <= self.cap:
+            return candidates, candidates
         # A stable sort: of equal words the smaller id comes first.
-        order = np.argsort(np.concatenate(words), kind="stable")
-        return chosen, np.sort(chosen[order[: self.cap]])
+        order = np.argsort(np.concatenate(candidate_words), kind="stable")
+        return candidates, np.sort(candidates[order[: self.cap]])
 
     def deal(
         self,
@@ -154,8 +154,8 @@ class SecondSampler:
 
 def _hkdf(secret: bytes, info: bytes) -> bytes:
     """Returns HKDF-SHA256 (RFC 5869) without salt, one block of output."""
-    extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
-    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()
+    pseudorandom_key = hmac.new(bytes(32), secret, hashlib.sha256).digest()
+    return hmac.new(pseudorandom_key, info + b"\x01", hashlib.sha256).digest()
 
 
 def _words(key: bytes, step: int, numbers: Ids) -> Words:

@@ -51,7 +51,7 @@ def build_card(
     ledger = require_ledger(run_dir)
     if ledger.is_symlink():
         raise ConfigError(
-            f"{ledger}: is no regular file, and no link is followed: put the ledger itself there"
+            f"{ledger}: is a symbolic link, and none is followed: put the ledger itself there"
         )
     recipe = read_recipe(run_dir)
     snapshot = read_snapshot(ledger)
@@ -183,7 +183,8 @@ def read_recipe(run_dir: Path) -> dict[str, Any]:
     if all(isinstance(section, dict) for section in sections):
         return recipe
     raise PrivacyStateRefused(
-        f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it"
+        f"{run_dir / 'config.toml'}: is not the configuration of a run: the file was changed; "
+        "restore it"
     )
 
 
@@ -212,9 +213,9 @@ def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
 def read_utility(run_dir: Path) -> Utility:
     """Returns the held-out losses of the run's public files.
 
-    A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the
-    rest. Where steps were repeated, the last attempt counts: a line replaces those before it of the
-    same step and of later ones.
+    A line torn by a crash, or without an integer `step`, is left out, and the others count. Where
+    steps were repeated, the last attempt counts: a line replaces those before it of the same step
+    and of later ones.
     """
     file = "evaluation/heldout.jsonl"
     lines = list[bytes]()
@@ -237,7 +238,7 @@ def read_utility(run_dir: Path) -> Utility:
             number: Any = entry.get(name)
             is_number = type(number) in (int, float) and abs(number) < 1e300
             numbers[name] = number if is_number else None
-        losses = [earlier for earlier in losses if earlier.step < step]
+        losses = [point for point in losses if point.step < step]
         losses.append(HeldoutLoss(step=step, **numbers))
     return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses))
 
@@ -302,7 +303,7 @@ def _read_shared_ledger(
     try:
         # A stranger's recipe may name a device without an end.
         if not Path(path).is_file():
-            raise OSError("it is no file")
+            raise OSError("it is not a regular file")
         shared = SharedLedger(path)
         summary = shared.summary(snapshot.state.opened["key_commitment"])
         if summary["identity"] != identity:

@@ -229,15 +229,17 @@ def _accounting(snapshot: LedgerSnapshot) -> model.Accounting:
         return numbers
     groups = state.charged_groups()
     claim, value_interval = accounting.claimed_epsilon(groups, delta)
-    planned, _ = accounting.claimed_epsilon([plan.release_group(plan.num_steps)], delta)
-    reserve, _ = accounting.claimed_epsilon([plan.release_group(plan.max_intents)], delta)
+    planned_group = plan.release_group(plan.num_steps)
+    largest_group = plan.release_group(plan.max_intents)
+    epsilon_planned, _ = accounting.claimed_epsilon([planned_group], delta)
+    epsilon_with_reserve, _ = accounting.claimed_epsilon([largest_group], delta)
     numbers = numbers.updated(
         epsilon=claim,
         value_interval=value_interval,
         noise_tail_delta=tail_delta or None,
         epsilon_target=plan.target_epsilon,
-        epsilon_planned=planned,
-        epsilon_with_reserve=reserve,
+        epsilon_planned=epsilon_planned,
+        epsilon_with_reserve=epsilon_with_reserve,
         epsilon_rdp=accounting.epsilon_rdp(groups, delta),
     )
     if claim > accounting.LARGEST_DETAILED_EPSILON:
@@ -294,14 +296,14 @@ def _composition(run_dir: Path, state: LedgerState) -> model.Composition | None:
     places = [("this run", "ledger.jsonl")]
     places += [(str(place["run"]), str(place["file"])) for place in copies]
     delta = min(run_state.plan.target_delta for run_state in states)
-    disjoint = [run_state.opened.get("disjoint_from_start") is True for run_state in states]
+    declarations = [run_state.opened.get("disjoint_from_start") is True for run_state in states]
     statement = STATEMENTS["composed"]
     # The oldest run starts from no other.
-    has_disjoint_runs = any(disjoint[:-1])
+    has_disjoint_runs = any(declarations[:-1])
     if has_disjoint_runs:
         statement += f" {STATEMENTS['composed_disjoint']}"
     runs = []
-    for (name, file), run_state, is_disjoint in zip(places, states, disjoint, strict=True):
+    for (name, file), run_state, is_disjoint in zip(places, states, declarations, strict=True):
         plan = run_state.plan
         epsilon, _ = accounting.claimed_epsilon(run_state.charged_groups(), plan.accounted_delta)
         runs.append(
@@ -327,14 +329,14 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
     """Returns the sentences that an auditor should not overlook."""
     numbers = card.accounting
     warnings = []
-    useless = useless_delta(card.delta, snapshot.state.plan.num_examples)
-    if useless:
-        warnings.append(f"The {useless}.")
-    refuted = noise_seen(snapshot.records)[1]
-    if refuted:
+    delta_warning = useless_delta(card.delta, snapshot.state.plan.num_examples)
+    if delta_warning:
+        warnings.append(f"The {delta_warning}.")
+    refuted_norms = noise_seen(snapshot.records)[1]
+    if refuted_norms:
         warnings.append(
-            f"Less noise was drawn than stated, by the norm of {', '.join(refuted[:5])}: believe "
-            "no epsilon."
+            "Less noise was drawn than stated, by the norm of "
+            f"{', '.join(refuted_norms[:5])}: believe no epsilon."
         )
     if card.formal_guarantee and card.epsilon is None:
         warnings.append("The accountant finds no finite epsilon at this delta.")
@@ -365,14 +367,14 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
         )
     if not snapshot.state.mirrored:
         warnings.append(STATEMENTS["no_mirror"])
-    modified = []
+    modified_sessions = []
     for number, session in enumerate(card.sessions, start=1):
         if session.modified:
-            modified.append(str(number))
-    if modified:
+            modified_sessions.append(str(number))
+    if modified_sessions:
         warnings.append(
-            f"The code had uncommitted changes in session {', '.join(modified)}: no commit "
-            "identifies it."
+            f"The code had uncommitted changes in session {', '.join(modified_sessions)}: no "
+            "commit identifies it."
         )
     session_commits = {session.commit for session in card.sessions}
     commits = session_commits | {card.opened.get("commit")}
@@ -380,9 +382,9 @@ def _warnings(card: PrivacyCard, snapshot: LedgerSnapshot) -> list[str]:
         warnings.append(
             "The sessions ran different commits of the code, or not all commits are known."
         )
-    planned_with = card.opened.get("accountant")
-    if planned_with not in (None, numbers.accountant):
+    planned_version = card.opened.get("accountant")
+    if planned_version not in (None, numbers.accountant):
         warnings.append(
-            f"The run was planned with {planned_with}; this card uses {numbers.accountant}."
+            f"The run was planned with {planned_version}; this card uses {numbers.accountant}."
         )
     return warnings

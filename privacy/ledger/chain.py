@@ -110,18 +110,18 @@ def require_fields(
         exact: whether the record may have no others.
     """
     kinds = {name.removesuffix("?"): kind for name, kind in fields.items()}
-    missing = [name for name in fields if not name.endswith("?") and name not in record]
-    unknown = sorted(record.keys() - {*_HEADER, *kinds}) if exact else []
-    require(not missing, f"`{record['type']}` lacks {', '.join(missing)}")
-    require(not unknown, f"`{record['type']}` has no field {', '.join(unknown)}")
+    missing_names = [name for name in fields if not name.endswith("?") and name not in record]
+    unknown_names = sorted(record.keys() - {*_HEADER, *kinds}) if exact else []
+    require(not missing_names, f"`{record['type']}` lacks {', '.join(missing_names)}")
+    require(not unknown_names, f"`{record['type']}` has no field {', '.join(unknown_names)}")
     for name, kind in kinds.items():
         if name not in record:
             continue
         content = record[name]
         fits = isinstance(content, kind) if isinstance(kind, type | tuple) else kind(content)
         if not fits:
-            shown = str(content)[:60]
-            raise LineRefused(f"{name} of `{record['type']}` cannot be {shown!r}")
+            excerpt = str(content)[:60]
+            raise LineRefused(f"{name} of `{record['type']}` cannot be {excerpt!r}")
 
 
 def is_hex(value: object, digits: int = 64) -> bool:

@@ -95,14 +95,14 @@ def require_kept(run_dir: Path, opened: Mapping[str, Any], ledgers: Sequence[Led
     for number, ledger in enumerate(ledgers):
         needed_lines = ledger.copy.split(b"\n")[: ledger.needed]
         copied_lines = copies[number][1].split(b"\n") if number < len(copies) else []
-        # The last part of a copy follows its last newline and is no line.
+        # The last part of a copy follows its last newline; it is not a line.
         if len(copied_lines) > len(needed_lines):
             copied_hash = hash_line(copied_lines[len(needed_lines) - 1])
             if copied_hash == hash_line(needed_lines[-1]):
                 continue
         raise PrivacyConfigError(
-            f"{run_dir}: its ledger was opened before the run {ledger.run} behind its weights had "
-            "spent what it has spent now; start another folder"
+            f"{run_dir}: its ledger was opened before the run {ledger.run} behind its weights made "
+            "its latest charges; start another folder"
         )
 
 
@@ -122,7 +122,7 @@ def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, byt
         file = str(place["file"])
         if not re.fullmatch(rf"{FOLDER}/ledger-[0-9]{{1,3}}\.jsonl", file):
             raise PrivacyStateRefused(
-                f"{run_dir}: the ledger names {file[:80]!r}, which is no copy of a ledger"
+                f"{run_dir}: the ledger names {file[:80]!r}, which is not a copy of a ledger"
             )
         path = run_dir / file
         with refusing(f"{path}: the ledger behind the initial weights cannot be read"):
@@ -190,7 +190,7 @@ def composed_epsilon(
     """Returns the epsilon at `delta` that any example bears of a chain of runs, the newest first.
 
     Args:
-        newest_groups: releases of the newest run; by default what its ledger charges.
+        newest_groups: releases of the newest run; by default the charges of its ledger.
     """
     # The sets of runs that one example can be in, as far as declarations say.
     alternatives: list[list[LedgerState]] = []

@@ -188,16 +188,13 @@ class Ledger:
             PrivacyStateRefused: the line is missing, or it is another one.
         """
         hashes = self.state.hashes
-        remembered = "a checkpoint or a trained model remembers"
+        memory = "a checkpoint or a trained model remembers"
         if seq >= len(hashes):
             raise PrivacyStateRefused(
-                f"{self.path}: {len(hashes)} lines, but {remembered} line {seq + 1}: it was rolled "
-                "back"
+                f"{self.path}: {len(hashes)} lines, but {memory} line {seq + 1}: it was rolled back"
             )
         if seq < 0 or hashes[seq] != line_hash:
-            raise PrivacyStateRefused(
-                f"{self.path}: line {seq + 1} is not the one that {remembered}"
-            )
+            raise PrivacyStateRefused(f"{self.path}: line {seq + 1} is not the one that {memory}")
 
     # Writing
 
@@ -239,9 +236,9 @@ class Ledger:
                 written, or the witness refuses.
         """
         self._require_session()
-        spent = self.budget_spent()
-        if spent is not None:
-            raise BudgetSpent(f"the privacy budget is spent: {spent}")
+        exhaustion = self.budget_spent()
+        if exhaustion is not None:
+            raise BudgetSpent(f"the privacy budget is spent: {exhaustion}")
         if self.witness is not None:
             self.witness.before_intent()
         fields = {
@@ -256,17 +253,17 @@ class Ledger:
 
         A run without a formal guarantee has no budget.
         """
-        charged = self.num_charged
-        allowed = self.plan.max_intents
-        if not self.plan.formal_guarantee or charged < allowed:
+        num_charged = self.num_charged
+        max_intents = self.plan.max_intents
+        if not self.plan.formal_guarantee or num_charged < max_intents:
             return None
-        return f"{charged} of {allowed} intents are charged"
+        return f"{num_charged} of {max_intents} intents are charged"
 
     def done(self, step: int, attempt: int, **noised: Any) -> None:
         """Records the update of the last intent as applied.
 
         Args:
-            noised: norms of what the step released, for privacy/noise/refutation.py.
+            noised: norms of the noised gradient, for privacy/noise/refutation.py.
         """
         self._require_session()
         self._append("done", {"step": step, "attempt": attempt, **noised})

@@ -273,7 +273,7 @@ class LedgerState(ChainState):
                 has_noise = self.opened["plan"]["noise_multiplier"] != 0
                 require(
                     "noised_norm" in record or not states_norms or not has_noise,
-                    "`done` does not state the norm of what it noised",
+                    "`done` does not state the norm of the noised gradient",
                 )
             case "checkpoint":
                 require(self.session_active, "a checkpoint outside of a session")
@@ -281,9 +281,12 @@ class LedgerState(ChainState):
                     record["step"] <= self.last_done_step, "a checkpoint of a step that is not done"
                 )
             case "repair":
-                repaired = (record["torn_lines"], record["charged"])
-                expected = (len(self.torn_run), sum(self.torn_run))
-                require(repaired == expected, "the repair does not match the torn lines before it")
+                stated_counts = (record["torn_lines"], record["charged"])
+                torn_counts = (len(self.torn_run), sum(self.torn_run))
+                require(
+                    stated_counts == torn_counts,
+                    "the repair does not match the torn lines before it",
+                )
             case "close":
                 require(
                     record["num_charged"] == self.num_charged,
@@ -403,7 +406,7 @@ def noise_multiplier_of(releases: object) -> float:
 
 
 def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
-    """Requires a step to release what the plan says, to rounding.
+    """Requires the releases of a step to be those of the plan, to rounding.
 
     Less noise breaks the claim, and more would lower epsilon unearned.
     """
@@ -417,16 +420,19 @@ def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
             f"noise multiplier {sigma:g} is not the planned one",
         )
         return
-    planned = release_of_step(plan["noise_multiplier"], plan["max_grad_norm"])
+    planned_release = release_of_step(plan["noise_multiplier"], plan["max_grad_norm"])
     names = [release["name"] for release in releases]
-    require(names == [planned["name"]], f"a step of this plan releases {planned['name']}")
+    require(
+        names == [planned_release["name"]],
+        f"a step of this plan releases {planned_release['name']}",
+    )
     (release,) = releases
     std = release["std"]
     sensitivity = release["sensitivity"]
-    has_planned_std = _close(std, planned["std"])
-    has_planned_sensitivity = _close(sensitivity, planned["sensitivity"])
+    has_planned_std = _close(std, planned_release["std"])
+    has_planned_sensitivity = _close(sensitivity, planned_release["sensitivity"])
     stated_noise = f"{release['name']} states noise of {std:g} for a sensitivity of {sensitivity:g}"
-    planned_noise = f"{planned['std']:g} for {planned['sensitivity']:g}"
+    planned_noise = f"{planned_release['std']:g} for {planned_release['sensitivity']:g}"
     require(
         has_planned_std and has_planned_sensitivity,
         f"{stated_noise}, where the plan has {planned_noise}",

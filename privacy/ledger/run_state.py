@@ -95,7 +95,7 @@ def open_run_state(
                 durable.unlink(members)
                 durable.write_new(members, b"", 0o600)
     else:
-        # All comparisons come before the first write, so that what is refused stays as it was.
+        # All comparisons come before the first write: a refused start leaves all files unchanged.
         state = read_ledger(ledger_path)
         require_equal(
             with_constant_bound(state.opened["plan"]),

@@ -1,8 +1,8 @@
 """A data owner's ledger over several runs on the same data, which reserves each run's whole budget.
 
 Every change happens under an exclusive file lock and is durable before it is relied on. A run
-reserves before it reads the data, and what it did not use is not given back, since nothing proves
-that it did not see the data. docs/ledger.md says how copies of a run and cut lines are found; the
+reserves before it reads the data; unused budget is not given back, since nothing proves that the
+run did not see the data. docs/ledger.md says how copies of a run and cut lines are found; the
 records are in privacy/ledger/shared_records.py.
 """
 
@@ -107,7 +107,7 @@ class SharedLedger:
         with refusing(f"{self.path}: cannot read the shared ledger"):
             # A pipe would block.
             if self.path.exists() and not self.path.is_file():
-                raise OSError("it is no regular file")
+                raise OSError("it is not a regular file")
             with self.path.open("rb") as file:
                 read_chain(file.readline(), state, str(self.path))
         return state.mirror
@@ -234,15 +234,16 @@ class SharedLedger:
         adaptive = bool(state.reservations) and is_chosen
         group = plan.release_group(plan.max_intents)
         reservation = Reservation(run, name, "", group, plan.noise_tail_delta, adaptive)
-        earlier = state.reservations.get(run)
-        if earlier is not None:
-            if (earlier.group, earlier.noise_tail_delta) != (group, plan.noise_tail_delta):
+        own_reservation = state.reservations.get(run)
+        if own_reservation is not None:
+            has_other_delta = own_reservation.noise_tail_delta != plan.noise_tail_delta
+            if own_reservation.group != group or has_other_delta:
                 raise PrivacyStateRefused(
                     f"{self.path}: this run reserved other releases than it plans"
                 )
             return None
-        empty = replace(state, reservations={})
-        epsilon_alone = empty.epsilon(replace(reservation, adaptive=False))
+        empty_state = replace(state, reservations={})
+        epsilon_alone = empty_state.epsilon(replace(reservation, adaptive=False))
         if epsilon_alone > total:
             raise PrivacyConfigError(
                 f"{self.path}: the run alone needs epsilon {rounded_up(epsilon_alone)} of "
@@ -254,7 +255,7 @@ class SharedLedger:
             uses_filter = adaptive or any(entry.adaptive for entry in reservations)
             accounting = "the RDP filter" if uses_filter else "PLD"
             claim = f"epsilon {rounded_up(epsilon_together)} by {accounting}"
-            reserved = f"{len(reservations)} runs reserved {rounded_up(state.epsilon())}"
+            sibling_total = f"{len(reservations)} runs reserved {rounded_up(state.epsilon())}"
             hint = ""
             if epsilon_together == float("inf"):
                 hint = (
@@ -263,7 +264,7 @@ class SharedLedger:
                 )
             raise BudgetSpent(
                 f"{self.path}: with this run {claim} would be reserved of {total:g} "
-                f"({reserved}){hint}"
+                f"({sibling_total}){hint}"
             )
         fields = asdict(reservation)
         # The time is in the header of the record.
@@ -282,9 +283,9 @@ class SharedLedger:
         """
         with self.locked() as chain:
             state = chain.state
-            frozen = state.grids.get(study, {})
-            if frozen == points or begun or state.has_begun(study):
-                return frozen
+            frozen_points = state.grids.get(study, {})
+            if frozen_points == points or begun or state.has_begun(study):
+                return frozen_points
             # No earlier, so that a study that is refused leaves the file as it was.
             chain.mend()
             chain.append("grid", PROGRAM_START, {"study": study, "points": dict(points)})
@@ -300,10 +301,10 @@ class SharedLedger:
         reservations = list(state.reservations.values())
         rdp_order = state.rdp_order(reservations[0].group) if reservations else None
         uses_filter = any(entry.adaptive for entry in reservations)
-        empty = replace(state, reservations={})
+        empty_state = replace(state, reservations={})
         runs = []
         for entry in reservations:
-            epsilon_alone = empty.epsilon(replace(entry, adaptive=False))
+            epsilon_alone = empty_state.epsilon(replace(entry, adaptive=False))
             runs.append(
                 {
                     "run": entry.run,
@@ -372,8 +373,8 @@ class Membership:
 
     def before_intent(self) -> None:
         """Refuses an intent after a newer session has taken the reservation over."""
-        # Before the reading: what is written after it is read the next time. Over NFS, opening is
-        # what asks the server.
+        # The status comes before the reading, so that a later write is read the next time. Over
+        # NFS, opening the file asks the server.
         with (
             refusing(f"{self._shared.path}: cannot use the shared ledger"),
             self._shared.path.open("rb") as file,
@@ -426,5 +427,5 @@ class Membership:
                 ) from error
         if self._run in state.closed and self._ledger.state.closed is None:
             raise PrivacyStateRefused(
-                f"{self._shared.path}: this run is closed; what would go on is an older copy of it"
+                f"{self._shared.path}: this run is closed; this is an older copy of it"
             )

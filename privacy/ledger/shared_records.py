@@ -3,7 +3,7 @@
 `open` (budget, unit, adjacency; the owner's mirror and permissions), `reserve` (a run's releases,
 its reserve for crashes included), `informal` (a run without a guarantee, which no total covers),
 `grid` (a study's points), and the last line of a run's own ledger at a `start` of the program, at a
-checkpoint (`at`) and at the end (`close`). docs/ledger.md says what each is for.
+checkpoint (`at`) and at the end (`close`). docs/ledger.md explains each.
 """
 
 import json

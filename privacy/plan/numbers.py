@@ -101,9 +101,11 @@ class PrivacyPlan(PlanChoices):
     @property
     def sample_rate(self) -> float:
         """Returns q = Q / 2^64, rounded up to a double, which the accountant is charged with."""
-        exact = Fraction(self.sampling_threshold, 2**64)
-        rounded = float(exact)
-        return rounded if Fraction(rounded) >= exact else math.nextafter(rounded, 1.0)
+        exact_rate = Fraction(self.sampling_threshold, 2**64)
+        rounded_rate = float(exact_rate)
+        if Fraction(rounded_rate) < exact_rate:
+            rounded_rate = math.nextafter(rounded_rate, 1.0)
+        return rounded_rate
 
     @property
     def max_batch_size(self) -> int:
@@ -193,13 +195,13 @@ class PrivacyPlan(PlanChoices):
 
     def frozen_fields(self) -> dict[str, Any]:
         """Returns `plan` of the ledger's `open` record, which every resume must repeat exactly."""
-        frozen = {name: getattr(self, name) for name in _frozen_names()}
+        plan_fields = {name: getattr(self, name) for name in _frozen_names()}
         # Ledgers of version 0.1 have no such field.
         if self.noise_kind is None:
-            del frozen["noise_kind"]
+            del plan_fields["noise_kind"]
         for option in self.options.values():
-            frozen |= option.frozen(self)
-        return frozen | {
+            plan_fields |= option.frozen(self)
+        return plan_fields | {
             "informal_reasons": list(self.informal_reasons),
             "sample_rate": self.sample_rate,
             # As text: 64-bit integers do not survive JSON readers that use doubles.
@@ -209,34 +211,34 @@ class PrivacyPlan(PlanChoices):
         }
 
     @classmethod
-    def from_frozen(cls, frozen: Mapping[str, Any]) -> PrivacyPlan:
+    def from_frozen(cls, record: Mapping[str, Any]) -> PrivacyPlan:
         """Returns the plan whose `frozen_fields` a ledger has recorded.
 
         Raises:
             PrivacyConfigError: the record contradicts itself.
         """
-        frozen = {"noise_kind": None, **with_constant_bound(frozen)}
-        missing = [name for name in _frozen_names() if name not in frozen]
-        if missing:
-            raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing)}")
-        numbers = {name: frozen[name] for name in _frozen_names()}
+        record = {"noise_kind": None, **with_constant_bound(record)}
+        missing_names = [name for name in _frozen_names() if name not in record]
+        if missing_names:
+            raise PrivacyConfigError(f"the recorded plan lacks {', '.join(missing_names)}")
+        numbers = {name: record[name] for name in _frozen_names()}
         numbers["informal_reasons"] = tuple(numbers["informal_reasons"])
         plan = cls(**numbers)
         require_equal(
-            frozen,
+            record,
             {"noise_kind": None, **plan.frozen_fields()},
             "the recorded plan contradicts itself",
         )
         return plan
 
 
-def with_constant_bound(frozen: Mapping[str, Any]) -> dict[str, Any]:
+def with_constant_bound(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a recorded plan without `adaptive_clipping`, by which version 0.1 moved C.
 
     Raises:
         PrivacyConfigError: C moved.
     """
-    plan_fields = dict(frozen)
+    plan_fields = dict(record)
     if plan_fields.pop("adaptive_clipping", None) is not None:
         raise PrivacyConfigError(
             "C of this run moves (adaptive clipping), which version 0.1 alone can do: judge it by "
@@ -323,26 +325,26 @@ def make_plan(
         cap=None,
         noise_kind=ROUNDED if resume is None else resume.get("noise_kind"),
     )
-    default = default_cap(plan)
+    plan_default = default_cap(plan)
     cap = request.cap
     if cap == "default":
         recorded_cap = None if resume is None else resume.get("cap")
         largest = usual_cap(plan.expected_batch_size)
         # A recorded cap above the largest default was no default.
         is_default = isinstance(recorded_cap, int) and recorded_cap <= largest
-        cap = recorded_cap if is_default else default
+        cap = recorded_cap if is_default else plan_default
     if cap is not None and request.sampling != "shuffle":
         plan = replace(plan, cap=min(cap, plan.num_examples))
     warnings = []
-    useless = useless_delta(plan.target_delta, plan.num_examples)
-    if useless and plan.enabled:
-        warnings.append(useless)
-    if request.cap != "default" and plan.cap is not None and plan.cap < default:
-        warnings.append(f"cap {plan.cap} is below {default}, and the truncation costs epsilon")
+    delta_warning = useless_delta(plan.target_delta, plan.num_examples)
+    if delta_warning and plan.enabled:
+        warnings.append(delta_warning)
+    if request.cap != "default" and plan.cap is not None and plan.cap < plan_default:
+        warnings.append(f"cap {plan.cap} is below {plan_default}, and the truncation costs epsilon")
     if target is not None and resume is not None:
         sigma = float(resume["noise_multiplier"])
     elif target is not None:
-        calibrated = calibrate_noise_multiplier(
+        calibration = calibrate_noise_multiplier(
             plan.release_group(plan.max_intents),
             plan.accounted_delta,
             target,
@@ -350,11 +352,11 @@ def make_plan(
             allow_small_noise=request.allow_small_noise,
             progress=progress,
         )
-        sigma = calibrated.noise_multiplier
-        if calibrated.clamped:
+        sigma = calibration.noise_multiplier
+        if calibration.clamped:
             warnings.append(
                 f"noise multiplier {sigma:g}, the smallest allowed, gives epsilon "
-                f"{rounded_up(calibrated.epsilon)}, below the target {target:g}"
+                f"{rounded_up(calibration.epsilon)}, below the target {target:g}"
             )
     assert sigma is not None
     plan = replace(plan, noise_multiplier=sigma, warnings=tuple(warnings))
@@ -370,7 +372,9 @@ def make_plan(
     return plan
 
 
-def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], prefix: str) -> None:
+def require_equal(
+    recorded_plan: Mapping[str, Any], current_plan: Mapping[str, Any], prefix: str
+) -> None:
     """Refuses another plan than the recorded one: privacy fields are frozen.
 
     Args:
@@ -381,11 +385,13 @@ def require_equal(recorded: Mapping[str, Any], current: Mapping[str, Any], prefi
     """
     # In the order of the plan's fields, so that a field that was asked for is named before a field
     # that follows from it.
-    names = [*current, *(name for name in recorded if name not in current)]
+    names = [*current_plan, *(name for name in recorded_plan if name not in current_plan)]
     for name in names:
-        old = recorded.get(name)
-        new = current.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            require_equal(old, new, prefix)
-        elif old != new or ((name in recorded) != (name in current)):
-            raise PrivacyConfigError(f"{prefix}: {name} was {old!r} and is now {new!r}")
+        recorded_value = recorded_plan.get(name)
+        current_value = current_plan.get(name)
+        if isinstance(recorded_value, dict) and isinstance(current_value, dict):
+            require_equal(recorded_value, current_value, prefix)
+        elif recorded_value != current_value or ((name in recorded_plan) != (name in current_plan)):
+            raise PrivacyConfigError(
+                f"{prefix}: {name} was {recorded_value!r} and is now {current_value!r}"
+            )

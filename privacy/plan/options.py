@@ -41,7 +41,7 @@ class Option:
     Attributes:
         kind: key of `OPTIONS`.
         name: the value of the option in recipes and ledgers.
-        instead: the way out of a conflict with another setting.
+        way_out: the way out of a conflict with another setting.
         excludes: conflicting setting -> the reason.
         reason: why a run with this option has no formal guarantee.
         statement: a sentence for the card's section on the mechanism.
@@ -50,7 +50,7 @@ class Option:
 
     kind: ClassVar[str]
     name: ClassVar[str]
-    instead: ClassVar[str] = ""
+    way_out: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
     reason: ClassVar[str | None] = None
     statement: ClassVar[str] = ""
@@ -85,7 +85,7 @@ class Clipping(Option):
     """
 
     kind = "clipping_function"
-    instead = 'take clipping_function = "flat"'
+    way_out = 'take clipping_function = "flat"'
     clipped: ClassVar[str]
     normalises: ClassVar[bool] = False
 
@@ -176,7 +176,7 @@ class Floating(Arithmetic):
 class Certified(Arithmetic):
     name = "certified"
     slack = 0.0
-    instead = 'take arithmetic = "floating"'
+    way_out = 'take arithmetic = "floating"'
     excludes: ClassVar[Mapping[str, str]] = {
         "enabled = false": "it is for runs with noise",
         "noise_multiplier = 0": "it is for runs with noise",
@@ -226,7 +226,7 @@ class Poisson(Sampling):
 
 class Shuffle(Sampling):
     name = "shuffle"
-    instead = "give noise_multiplier"
+    way_out = "give noise_multiplier"
     excludes: ClassVar[Mapping[str, str]] = {
         "target_epsilon": "shuffled data meet no target_epsilon, because they claim none"
     }
@@ -300,7 +300,7 @@ def require_compatible(choices: Any, also: Mapping[str, bool] | None = None) -> 
     for options in OPTIONS.values():
         for candidate in options.values():
             for setting, reason in candidate.excludes.items():
-                exclusions.append((candidate.setting, setting, reason, candidate.instead))
+                exclusions.append((candidate.setting, setting, reason, candidate.way_out))
     for first, second, reason, way_out in (*exclusions, *OTHER_EXCLUSIONS):
         if is_set.get(first) and is_set.get(second):
             raise PrivacyConfigError(
