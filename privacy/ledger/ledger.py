@@ -278,7 +278,7 @@ class Ledger:
         self._append("checkpoint", {"step": step, "path": path, "digest": digest})
 
     def close(self, reason: str) -> None:
-        """Ends the run for good: "finished", "budget_spent" or "stopped"; nothing can follow."""
+        """Ends the run for good, for one of `CLOSE_REASONS`; nothing can follow."""
         self._append("close", {"reason": reason, "num_charged": self.num_charged})
 
     def _require_session(self) -> None:
