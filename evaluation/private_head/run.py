@@ -32,7 +32,7 @@ from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused,
 from privacy.files.durable import make_directory, require_apart
 from privacy.files.toml_text import toml_value
 from privacy.guards.premises import NoisedSum, require_noised
-from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
+from privacy.ledger.claim import ParentLedger, claim_of, keep_copies, parent_states, require_kept
 from privacy.ledger.members import (
     FILE,
     MarkedLedger,
@@ -144,7 +144,7 @@ def train_head(
     shared: SharedTerms | None = None,
     noise: NoiseSource | None = None,
     covers: str = GIVEN_FEATURES,
-    behind: Sequence[LedgerBehind] = (),
+    behind: Sequence[ParentLedger] = (),
     whitening: Whitening | None = None,
 ) -> HeadResult:
     """Trains a head of `METHODS[method]` and writes ledger, weights and head.json into the new folder `output`.
@@ -311,7 +311,7 @@ def spent_in(folder: Path) -> Together:
                 f"{path} and {members} contradict each other: {lost}; restore both from one backup"
             )
         states |= {
-            one.hashes[-1]: one for one in (state, *states_behind(path.parent, state.opened))
+            one.hashes[-1]: one for one in (state, *parent_states(path.parent, state.opened))
         }
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
@@ -362,7 +362,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
             f"--num_classes {num_classes} leaves out {missing}: the data name {len(train.class_names)} classes"
         )
     # The guarantee holds given what made the features; that has a guarantee of its own, or none.
-    behind: Sequence[LedgerBehind] = ()
+    behind: Sequence[ParentLedger] = ()
     if inputs.model is None or options.train.startswith("features:"):
         given = "what made the features of each from that example alone"
     elif inputs.model.formal_guarantee:

@@ -23,7 +23,7 @@ from ..accounting.group_privacy import epsilon_of_several
 from ..accounting.rounding import useless_delta
 from ..errors import PrivacyStateRefused
 from ..ledger.chain import hash_line, is_torn
-from ..ledger.claim import composed_epsilon, states_behind
+from ..ledger.claim import composed_epsilon, parent_states
 from ..ledger.records import LedgerState, read_ledger_and_bytes
 from ..noise.refutation import noise_seen
 from ..plan.options import Clipping
@@ -292,7 +292,7 @@ def _composition(run_dir: Path, state: LedgerState) -> model.Composition | None:
     copies = state.opened.get("behind", ())
     if not copies or not state.plan.formal_guarantee:
         return None
-    states = [state, *states_behind(run_dir, state.opened)]
+    states = [state, *parent_states(run_dir, state.opened)]
     places = [("this run", "ledger.jsonl")]
     places += [(str(place["run"]), str(place["file"])) for place in copies]
     delta = min(run_state.plan.target_delta for run_state in states)

@@ -21,28 +21,28 @@ from .records import LedgerState, read_state
 FOLDER = "behind"
 
 
-class LedgerBehind(NamedTuple):
+class ParentLedger(NamedTuple):
     """The ledger of a private run behind weights.
 
     Attributes:
         run: name of the run.
         copy: bytes of the ledger.
-        needed: the least number of lines that hold the charges of those weights.
+        num_lines: the least number of lines that hold the charges of those weights.
     """
 
     run: str
     copy: bytes
-    needed: int
+    num_lines: int
 
 
 def ledgers_of_run(
-    run_dir: Path, run: str | None = None, needed: int | None = None
-) -> list[LedgerBehind]:
+    run_dir: Path, run: str | None = None, num_lines: int | None = None
+) -> list[ParentLedger]:
     """Returns the ledger of a run with a guarantee and those behind it, the newest first.
 
     Args:
         run: its name; that of the folder by default.
-        needed: number of lines that hold the charges; by default all lines.
+        num_lines: number of lines that hold the charges; by default all lines.
 
     Raises:
         PrivacyConfigError: the run claims nothing.
@@ -58,14 +58,15 @@ def ledgers_of_run(
             f"{run_dir}: has no guarantee, so nothing can be claimed of its weights"
         )
     name = run or run_dir.resolve().name
-    num_lines = content.count(b"\n") if needed is None else needed
-    ledgers = [LedgerBehind(name, content, num_lines)]
+    if num_lines is None:
+        num_lines = content.count(b"\n")
+    ledgers = [ParentLedger(name, content, num_lines)]
     for parent_name, copy in read_copies(run_dir, state.opened):
-        ledgers.append(LedgerBehind(parent_name, copy, copy.count(b"\n")))
+        ledgers.append(ParentLedger(parent_name, copy, copy.count(b"\n")))
     return ledgers
 
 
-def keep_copies(run_dir: Path, ledgers: Sequence[LedgerBehind]) -> list[dict[str, Any]]:
+def keep_copies(run_dir: Path, ledgers: Sequence[ParentLedger]) -> list[dict[str, Any]]:
     """Writes the copies, durably, and returns the field `behind` of the `open` record.
 
     A crash before that record is written changes nothing: the next start writes the copies again.
@@ -84,7 +85,7 @@ def keep_copies(run_dir: Path, ledgers: Sequence[LedgerBehind]) -> list[dict[str
     return records
 
 
-def require_kept(run_dir: Path, opened: Mapping[str, Any], ledgers: Sequence[LedgerBehind]) -> None:
+def require_kept(run_dir: Path, opened: Mapping[str, Any], ledgers: Sequence[ParentLedger]) -> None:
     """Refuses a second start at step 0 from weights whose charges the run's ledger does not name.
 
     Raises:
@@ -93,7 +94,7 @@ def require_kept(run_dir: Path, opened: Mapping[str, Any], ledgers: Sequence[Led
     """
     copies = read_copies(run_dir, opened)
     for number, ledger in enumerate(ledgers):
-        needed_lines = ledger.copy.split(b"\n")[: ledger.needed]
+        needed_lines = ledger.copy.split(b"\n")[: ledger.num_lines]
         copied_lines = copies[number][1].split(b"\n") if number < len(copies) else []
         # The last part of a copy follows its last newline; it is not a line.
         if len(copied_lines) > len(needed_lines):
@@ -138,7 +139,7 @@ def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, byt
     return copies
 
 
-def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]:
+def parent_states(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]:
     """Returns the states of the verified copies, the newest first.
 
     Raises:
@@ -179,7 +180,7 @@ def claim_of(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
     """
     if not state.plan.formal_guarantee:
         return None
-    states = [state, *states_behind(run_dir, state.opened)]
+    states = [state, *parent_states(run_dir, state.opened)]
     delta = min(run.plan.target_delta for run in states)
     return composed_epsilon(states, delta), delta
 

@@ -12,12 +12,12 @@ from ..checkpoints.read import has_checkpoints
 from ..errors import PrivacyConfigError
 from ..ledger.chain import TORN_MARK
 from ..ledger.claim import (
-    LedgerBehind,
+    ParentLedger,
     keep_copies,
     ledgers_of_run,
+    parent_states,
     read_copies,
     require_kept,
-    states_behind,
 )
 from ..ledger.records import read_state
 from ..run.ledger import Recorded
@@ -65,7 +65,7 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path]) ->
         PrivacyConfigError, PrivacyStateRefused: the runs behind the weights are not those of the ledger, or cannot be composed.
     """
     behind = [one for parent in said for one in ledgers_of_run(parent)]
-    found = dict[bytes, LedgerBehind]()
+    found = dict[bytes, ParentLedger]()
     for one in (
         behind
     ):  # a run behind several of them counts once, with all that it charged, and stands behind them
@@ -96,7 +96,7 @@ def described(folder: RunFolder, recorded: Recorded | None, said: list[Path]) ->
     if found and not has_checkpoints(folder.checkpoints):
         in_order = sorted(found.values(), key=lambda one: kept.index(_first(one.copy)))
         require_kept(folder.root, recorded, in_order)
-    states_behind(folder.root, recorded)
+    parent_states(folder.root, recorded)
     return {}
 
 

@@ -24,7 +24,7 @@ from privacy.errors import DONE
 from privacy.guards.isolation import Isolation
 from privacy.guards.neighbours import require_neighbours_apart
 from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_size
-from privacy.ledger.claim import LedgerBehind
+from privacy.ledger.claim import ParentLedger
 from privacy.noise.source import NoiseSource
 from privacy.plan.numbers import PrivacyPlan
 from privacy.ranks import collectives
@@ -145,7 +145,7 @@ class TrainerStart:
     may_restart: bool
     heldout: Heldout | None = None
     heldout_examples: ExampleTable | None = None
-    behind: list[LedgerBehind] = field(
+    behind: list[ParentLedger] = field(
         default_factory=list
     )  # on rank 0 alone, since they may be large
     initial: dict[str, Any] = field(default_factory=dict)

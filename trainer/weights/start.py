@@ -20,7 +20,7 @@ from data.index.tar_index import ExampleTable
 from models.classifier import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, usable_names
-from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
+from privacy.ledger.claim import ParentLedger, ledgers_of_run, read_copies
 from privacy.ranks.collectives import say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
@@ -256,7 +256,7 @@ def _first_difference(
     return None
 
 
-def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[LedgerBehind]:
+def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) -> list[ParentLedger]:
     """The ledgers of all private runs that made a checkpoint's weights, the newest first; every attempt in them is charged.
 
     Args:
@@ -279,7 +279,7 @@ def ledgers_behind(checkpoint: Checkpoint, start: Start, *, is_private: bool) ->
     return found
 
 
-def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehind]:
+def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[ParentLedger]:
     """The ledgers of the private runs that made a checkpoint's weights, as far as its run folder has them, the newest first.
 
     Raises:
@@ -293,7 +293,7 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
     if is_private and state.plan.formal_guarantee:
         return ledgers_of_run(run_dir, str(manifest.get("run")), int(manifest["ledger"]["seq"]) + 1)
     return [
-        LedgerBehind(run, data, data.count(b"\n"))
+        ParentLedger(run, data, data.count(b"\n"))
         for run, data in read_copies(run_dir, state.opened)
     ]
 
