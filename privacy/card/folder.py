@@ -310,7 +310,7 @@ def _read_shared_ledger(
             return None, [
                 "The shared ledger that config.toml names is not the one in the run's ledger."
             ]
-        shared.require_remembered(snapshot.state, shared.look())
+        shared.require_remembered(snapshot.state, shared.read_unlocked())
     except (PrivacyStateRefused, PrivacyConfigError, ValueError, OSError):
         return None, ["The shared ledger that the run belongs to cannot be read, or is broken."]
     return summary, []

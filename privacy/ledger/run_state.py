@@ -127,7 +127,7 @@ def open_run_state(
         with contextlib.ExitStack() as reservation:
             if owner is not None and shared is not None:
                 opening_time = PROGRAM_START if state is None else state.opened["time_utc"]
-                joining = owner.joined(
+                reserving = owner.reserving(
                     run,
                     shared.name,
                     plan,
@@ -135,7 +135,7 @@ def open_run_state(
                     fixed_in_advance=shared.fixed_in_advance,
                     time_utc=opening_time,
                 )
-                reservation.enter_context(joining)
+                reservation.enter_context(reserving)
             if is_new:
                 fields = {
                     "plan": plan.frozen_fields(),

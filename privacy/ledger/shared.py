@@ -28,7 +28,7 @@ class SharedLedger:
     """A data owner's file.
 
     Each method that writes locks the file, verifies all of it, and appends at most one line.
-    Reports only read it (`look`).
+    Reports only read it (`read_unlocked`).
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -121,7 +121,7 @@ class SharedLedger:
         with self.locked() as chain:
             return chain.state
 
-    def look(self) -> SharedState:
+    def read_unlocked(self) -> SharedState:
         """Returns the verified state for a report, without lock and repair.
 
         A line that is being written is left out.
@@ -142,7 +142,7 @@ class SharedLedger:
         return state
 
     @contextlib.contextmanager
-    def joined(
+    def reserving(
         self,
         run: str,
         name: str,
@@ -292,12 +292,12 @@ class SharedLedger:
             return points
 
     def summary(self, run: str | None = None) -> dict[str, Any]:
-        """Returns total, reserved epsilon and all runs, for report and card; only reads (`look`).
+        """Returns total, reserved epsilon and all runs, for report and card; only reads (`read_unlocked`).
 
         Args:
             run: commitment of the key of the run that is marked.
         """
-        state = self.look()
+        state = self.read_unlocked()
         reservations = list(state.reservations.values())
         rdp_order = state.rdp_order(reservations[0].group) if reservations else None
         uses_filter = any(entry.adaptive for entry in reservations)

@@ -587,7 +587,7 @@ def owner(tmp_path, no_fsync):
     )
     shared.freeze_grid("study", {"point": "12"}, begun=False)
     for run, plan in (("a" * 64, PLAN), ("b" * 64, replace(PLAN, informal_reasons=("a test",)))):
-        with shared.joined(run, "run", plan):
+        with shared.reserving(run, "run", plan):
             pass
     with shared.locked() as chain:
         chain.mend()

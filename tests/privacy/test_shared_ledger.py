@@ -49,7 +49,7 @@ def _open(folder, shared, plan=None, **terms):
 
 
 def _reserve(shared, run, name, plan=None, **terms):
-    with shared.joined(run, name, plan or _plan(), **terms):
+    with shared.reserving(run, name, plan or _plan(), **terms):
         pass
 
 
@@ -157,7 +157,7 @@ def test_what_is_refused_leaves_a_torn_line_to_the_next_that_writes(tmp_path):
         shared.path.read_bytes() == files[1].read_bytes()
         and shared.path.read_bytes().count(b" #torn\n") == 1
     )
-    assert len(shared.look().reservations) == 2
+    assert len(shared.read_unlocked().reservations) == 2
 
 
 def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):

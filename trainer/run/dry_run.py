@@ -164,7 +164,7 @@ class DryStart(TrainerStart):
             def ask() -> None:
                 with (
                     contextlib.suppress(_Asked),
-                    SharedLedger(shared).joined(
+                    SharedLedger(shared).reserving(
                         "", self.asked.root.name, opening.plan, fixed_in_advance=fixed
                     ),
                 ):
