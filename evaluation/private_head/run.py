@@ -36,8 +36,8 @@ from privacy.ledger.claim import ParentLedger, claim_of, keep_copies, parent_sta
 from privacy.ledger.members import (
     FILE,
     MarkedLedger,
+    ledger_gap,
     members_digest,
-    not_in_ledger,
     read_lines,
 )
 from privacy.ledger.records import LedgerState, read_ledger
@@ -306,7 +306,7 @@ def spent_in(folder: Path) -> Together:
         members = path.parent / "private" / FILE
         recorded = list(read_lines(members)) if members.is_file() else []
         heads.append(state := read_ledger(path))
-        if (lost := not_in_ledger(recorded, state)) is not None:
+        if (lost := ledger_gap(recorded, state)) is not None:
             raise PrivacyStateRefused(
                 f"{path} and {members} contradict each other: {lost}; restore both from one backup"
             )

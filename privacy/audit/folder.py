@@ -16,7 +16,7 @@ from ..card.folder import read_recipe
 from ..card.report import read_snapshot
 from ..errors import ConfigError, PrivacyStateRefused
 from ..files.public import require_ledger
-from ..ledger.members import LedgerMark, MembersRecord, not_in_ledger, not_recorded, read_lines
+from ..ledger.members import LedgerMark, MembersRecord, ledger_gap, read_lines, record_gap
 from ..ledger.records import LedgerState
 from ..plan.numbers import PrivacyPlan
 from ..sampling.keys import SamplingKey
@@ -196,9 +196,9 @@ def attempts_check(
     folder = RunFolder(run_dir)
     marks_now = recorded_attempts(run_dir)
     if marks_before is not None and marks_now is not None:
-        contradiction = not_in_ledger(marks_before, state)
+        contradiction = ledger_gap(marks_before, state)
         if contradiction is None:
-            contradiction = not_recorded(state, marks_now)
+            contradiction = record_gap(state, marks_now)
         if contradiction is not None:
             return fact("attempts", False, contradiction)
         sentence = f"{len(state.intents)} charges are those of the attempts in private/"

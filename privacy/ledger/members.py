@@ -163,7 +163,7 @@ def read_lines(path: Path) -> Iterator[LedgerMark]:
                 continue
 
 
-def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:
+def ledger_gap(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:
     """Returns the first recorded line or attempt that the ledger lacks, as a sentence, or None.
 
     In each session one attempt, the last, may lack its intent: the program ended between the two.
@@ -193,7 +193,7 @@ def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None
     return None
 
 
-def not_recorded(state: LedgerState, lines: Iterable[LedgerMark]) -> str | None:
+def record_gap(state: LedgerState, lines: Iterable[LedgerMark]) -> str | None:
     """Returns the number of charges without a record of their attempt, as a sentence, or None.
 
     Args:

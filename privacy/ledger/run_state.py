@@ -12,7 +12,7 @@ from ..files import durable
 from ..plan.numbers import PrivacyPlan, require_equal, with_constant_bound
 from ..sampling.keys import SamplingKey
 from .ledger import PROGRAM_START, Ledger
-from .members import not_in_ledger, not_recorded, read_lines
+from .members import ledger_gap, read_lines, record_gap
 from .records import read_ledger
 from .shared import Membership, SharedLedger
 
@@ -114,9 +114,9 @@ def open_run_state(
                 f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with"
             )
         if members is not None:
-            contradiction = not_in_ledger(read_lines(members), state)
+            contradiction = ledger_gap(read_lines(members), state)
             if contradiction is None:
-                contradiction = not_recorded(state, read_lines(members))
+                contradiction = record_gap(state, read_lines(members))
             if contradiction is not None:
                 raise PrivacyStateRefused(
                     f"{ledger_path} and {members} contradict each other: {contradiction}; restore "
