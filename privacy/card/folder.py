@@ -56,7 +56,7 @@ def build_card(
     recipe = read_recipe(run_dir)
     snapshot = read_snapshot(ledger)
     if recipe and "head" not in snapshot.state.opened:
-        require_as_asked(run_dir, recipe)
+        require_plan_of_recipe(run_dir, recipe)
     card = make_card(snapshot, str(ledger))
     data_section = recipe.get("data", {})
     texts = {name: data_section.get(f"dataset_{name}") for name in Declared.model_fields}
@@ -75,7 +75,7 @@ def build_card(
         )
         warnings += manifest_warnings
     if public_data.file is None:
-        public_data = start_of_a_loop(recipe)
+        public_data = initial_weights_of_loop(recipe)
     shared_ledger, shared_warnings = _read_shared_ledger(recipe, snapshot)
     warnings += shared_warnings
     audits = read_audits(run_dir)
@@ -102,7 +102,7 @@ def _as_json(name: str) -> str:
     return name.encode(errors="replace").decode()
 
 
-def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
+def require_plan_of_recipe(run_dir: Path, recipe: dict[str, Any]) -> None:
     """Refuses a config.toml that asks for another plan than the ledger states.
 
     The ledger may have been written anew. verify.py compares the two; a comparison that it cannot
@@ -152,7 +152,7 @@ def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
     return json_path, markdown_path, html_path
 
 
-def start_of_a_loop(recipe: Mapping[str, Any]) -> PublicData:
+def initial_weights_of_loop(recipe: Mapping[str, Any]) -> PublicData:
     """Returns the declaration of a loop of one's own about its initial weights.
 
     It comes from `PrivateLoop(starts_from=...)`.
