@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import printable
-from ..plan.limits import finite
+from ..plan.limits import json_value
 
 Outcome = Literal["ok", "violated", "inconclusive"]
 
@@ -121,7 +121,7 @@ class AuditReport:
             "violated_checks": self.failed(),
             "checks": checks,
         }
-        plain: dict[str, Any] = finite(report | self.facts)
+        plain: dict[str, Any] = json_value(report | self.facts)
         return plain
 
     def to_text(self) -> str:

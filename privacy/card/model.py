@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from ..plan.limits import finite
+from ..plan.limits import json_value
 
 STATEMENTS: dict[str, Any] = tomllib.loads(
     (Path(__file__).parent / "templates/statements.toml").read_text()
@@ -25,7 +25,7 @@ STATEMENTS: dict[str, Any] = tomllib.loads(
 """The card's fixed sentences."""
 Record = dict[str, JsonValue]
 """An unchanged record of the ledger."""
-Epsilon = Annotated[float | None, BeforeValidator(finite)]
+Epsilon = Annotated[float | None, BeforeValidator(json_value)]
 """None where epsilon is infinite, which JSON cannot hold, was not computed, or is not claimed."""
 
 

@@ -17,15 +17,15 @@ MAX_EPSILON = 1000.0
 memory."""
 
 
-def finite(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Returns `value` with None for every number in it that JSON cannot hold.
 
     Keys become strings, tuples lists, and scalars of NumPy numbers of Python.
     """
     if isinstance(value, dict):
-        return {str(key): finite(part) for key, part in value.items()}
+        return {str(key): json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [json_value(part) for part in value]
     # A scalar of NumPy.
     if hasattr(value, "item"):
         value = value.item()
