@@ -64,7 +64,7 @@ class Ledger:
             and may refuse an intent.
     """
 
-    def __init__(self, path: Path, mirror: Path | None, *, mended: bool = True) -> None:
+    def __init__(self, path: Path, mirror: Path | None, *, mend_at_once: bool = True) -> None:
         self.path = path
         self.mirror = mirror
         self.witness: Witness | None = None
@@ -79,7 +79,7 @@ class Ledger:
         )
         self.state = self._chain.state
         self.plan = self.state.plan
-        if mended:
+        if mend_at_once:
             self.mend()
 
     def mend(self) -> None:
@@ -146,19 +146,19 @@ class Ledger:
 
     @classmethod
     def open(
-        cls, path: Path | str, mirror: Path | str | None = None, *, mended: bool = True
+        cls, path: Path | str, mirror: Path | str | None = None, *, mend_at_once: bool = True
     ) -> Self:
         """Returns an open ledger after its chain and its mirror are verified.
 
         Args:
-            mended: whether `mend` follows at once. False writes nothing yet: a start that is
+            mend_at_once: whether `mend` follows at once. False writes nothing yet: a start that is
                 refused for another reason leaves all files as they were.
 
         Raises:
             PrivacyStateRefused: the chain breaks (the line is named), or ledger and mirror do not
                 fit together.
         """
-        return cls(Path(path), None if mirror is None else Path(mirror), mended=mended)
+        return cls(Path(path), None if mirror is None else Path(mirror), mend_at_once=mend_at_once)
 
     def __enter__(self) -> Self:
         return self

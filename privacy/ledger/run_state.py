@@ -43,7 +43,7 @@ def open_run_state(
     has_checkpoint: bool = False,
     members: Path | None = None,
     shared: SharedTerms | None = None,
-    mended: bool = True,
+    mend_at_once: bool = True,
 ) -> tuple[Ledger, SamplingKey]:
     """Opens the privacy state of a run folder, or creates it for a new run.
 
@@ -61,7 +61,7 @@ def open_run_state(
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
         members: the private record of attempts (privacy/ledger/members.py), made here for a new
             ledger and compared with an existing one; None for a program that keeps none.
-        mended: whether an existing ledger is mended at once; otherwise the caller calls
+        mend_at_once: whether an existing ledger is mended at once; otherwise the caller calls
             `Ledger.mend` after its own checks.
 
     Raises:
@@ -147,13 +147,13 @@ def open_run_state(
                 }
                 ledger = Ledger.create(ledger_path, fields, mirror)
             else:
-                ledger = Ledger.open(ledger_path, mirror, mended=mended)
+                ledger = Ledger.open(ledger_path, mirror, mend_at_once=mend_at_once)
             # Should the reservation or a later write fail, the files are closed.
             cleanup.callback(ledger.release)
         SamplingKey.publish(key_path)
         if owner is not None:
             ledger.witness = Membership(owner, run, ledger)
-            if mended:
+            if mend_at_once:
                 ledger.witness.mend()
         cleanup.pop_all()
     return ledger, key

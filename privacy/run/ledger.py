@@ -281,7 +281,7 @@ def open_ledger(
                 shared=shared,
                 has_checkpoint=has_checkpoints(folder.checkpoints),
                 members=folder.members,
-                mended=False,
+                mend_at_once=False,
             )
             opened.append((ledger, key))
             return key.commitment()
