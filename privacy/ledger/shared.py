@@ -272,19 +272,19 @@ class SharedLedger:
         return fields
 
     def freeze_grid(
-        self, study: str, points: Mapping[str, str], *, begun: bool
+        self, study: str, points: Mapping[str, str], *, has_runs: bool
     ) -> Mapping[str, str]:
         """Fixes a study's points until one of its runs has begun; returns the points that bind.
 
         Args:
             study: "" when the ledger is the study's own, so that any run counts as one of its runs.
             points: name -> digest of the recipe.
-            begun: whether anything outside of this ledger shows a run.
+            has_runs: whether anything outside of this ledger shows a run.
         """
         with self.locked() as chain:
             state = chain.state
             frozen_points = state.grids.get(study, {})
-            if frozen_points == points or begun or state.has_begun(study):
+            if frozen_points == points or has_runs or state.has_begun(study):
                 return frozen_points
             # No earlier, so that a study that is refused leaves the file as it was.
             chain.mend()

@@ -117,7 +117,7 @@ class StudyFolder:
                 name: hashlib.sha256(text.encode()).hexdigest() for name, text in keys.items()
             }
             shared = SharedLedger(path)
-            frozen = shared.freeze_grid(study.name, points, begun=begun)
+            frozen = shared.freeze_grid(study.name, points, has_runs=begun)
             if all(points.get(name) == digest for name, digest in frozen.items()):
                 fixed |= frozen.keys() - (shared.read().names & new)
         for folder in (self.recipes, self.runs, self.logs):
