@@ -570,7 +570,7 @@ def risk_of(
     return {"advantage": float(deltas[0]), "true_positive_rates": bounds}
 
 
-def tan(groups: Groups) -> float:
+def total_amount_of_noise(groups: Groups) -> float:
     """Returns the total amount of noise over all groups; inf when there are none.
 
     1 / (q / sigma * sqrt(T / 2)) (Sander et al. 2023).

@@ -31,7 +31,7 @@ _Stage = tuple[str, ReleaseGroup, Callable[[Groups], float]]
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibration:
     """The result of a calibration.
 
     Attributes:
@@ -53,7 +53,7 @@ def calibrate_noise_multiplier(
     sensitivity_slack: float = 0.0,
     allow_small_noise: bool = False,
     progress: Progress | None = None,
-) -> Calibrated:
+) -> Calibration:
     """Finds sigma with target - 1e-3 <= epsilon <= target (1 % of the target where that is less).
 
     Args:
@@ -104,7 +104,7 @@ def calibrate_noise_multiplier(
             # at its first try.
             target = target_epsilon - 0.25 * tolerance
             sigma, claim = _solve(evaluate, target, sigma, 0.5 * tolerance, smallest)
-    return Calibrated(sigma, claim, clamped=sigma <= smallest)
+    return Calibration(sigma, claim, clamped=sigma <= smallest)
 
 
 def _evaluate(

@@ -64,7 +64,7 @@ def summarise(
     if plan.formal_guarantee:
         epsilons |= {
             "epsilon_rdp": accounting.epsilon_rdp(groups, delta),
-            "tan": accounting.tan(groups),
+            "tan": accounting.total_amount_of_noise(groups),
         }
         epsilons["epsilon_with_reserve"] = plan.epsilon_with_reserve
     if has_pld:
