@@ -1,6 +1,6 @@
 """The privacy ledger's writer: every charge is on the disk before its noise is drawn.
 
-One process writes (rank 0), under the file's lock. chain.py has the file and its crash points; a
+One process writes (rank 0), under the file's lock. docs/ledger.md has the crash points; a
 torn line is charged if it may have been an intent, and followed by a `repair`.
 
 A clock that runs while examples are decoded depends on them (contract 12). So the only time in a
