@@ -22,7 +22,7 @@ from privacy.boundary import Private, Public, Reason
 from privacy.errors import printable, say
 from privacy.files.public import without_folders
 from privacy.ledger.claim import claim_of
-from privacy.plan.limits import finite
+from privacy.plan.limits import json_value
 from privacy.step.folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.weights.provenance import proof_of
@@ -176,9 +176,9 @@ def publish(
     facts = environment()
     record: dict[str, Any] = {
         "evaluation": results.name,
-        "scalars": finite(dict(results.scalars)),
-        "table": finite([dict(row) for row in results.table]),
-        "details": finite(dict(results.details)),
+        "scalars": json_value(dict(results.scalars)),
+        "table": json_value([dict(row) for row in results.table]),
+        "details": json_value(dict(results.details)),
         "notes": list(results.notes),
         "formal_guarantee": False,
         "reasons": [WITHOUT_NOISE],

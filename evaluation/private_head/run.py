@@ -33,12 +33,12 @@ from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused,
 from privacy.files.durable import make_directory, require_distinct_files
 from privacy.files.toml_text import toml_value
 from privacy.guards.premises import NoisedSum, require_noised
-from privacy.ledger.claim import LedgerBehind, claim_of, keep_copies, require_kept, states_behind
+from privacy.ledger.claim import ParentLedger, claim_of, keep_copies, parent_states, require_kept
 from privacy.ledger.members import (
     FILE,
     MarkedLedger,
+    ledger_gap,
     members_digest,
-    not_in_ledger,
     read_lines,
 )
 from privacy.ledger.records import LedgerState, read_ledger
@@ -163,7 +163,7 @@ def train_head(
     shared: SharedTerms | None = None,
     noise: NoiseSource | None = None,
     covers: str = GIVEN_FEATURES,
-    parent_ledgers: Sequence[LedgerBehind] = (),
+    parent_ledgers: Sequence[ParentLedger] = (),
     whitening: Whitening | None = None,
 ) -> HeadResult:
     """Trains a head of `METHODS[method]` and writes its files into the new folder `output`.
@@ -339,13 +339,13 @@ def joint_cost_of(folder: Path) -> JointCost:
         marks = list(read_lines(members)) if members.is_file() else []
         head = read_ledger(path)
         heads.append(head)
-        contradiction = not_in_ledger(marks, head)
+        contradiction = ledger_gap(marks, head)
         if contradiction is not None:
             raise PrivacyStateRefused(
                 f"{path} and {members} contradict each other: {contradiction}; "
                 "restore both from one backup"
             )
-        for state in (head, *states_behind(path.parent, head.opened)):
+        for state in (head, *parent_states(path.parent, head.opened)):
             states[state.hashes[-1]] = state
     groups = [group for state in states.values() for group in state.charged_groups()]
     if not groups:
@@ -413,7 +413,7 @@ def private_head(options: PrivateHeadOptions) -> Results | None:
             f"the data name {len(train.class_names)} classes"
         )
     # The guarantee holds given what made the features; that has a guarantee itself, or none.
-    parent_ledgers: Sequence[LedgerBehind] = ()
+    parent_ledgers: Sequence[ParentLedger] = ()
     if inputs.model is None or options.train.startswith("features:"):
         condition = "what made the features of each from that example alone"
     elif inputs.model.formal_guarantee:

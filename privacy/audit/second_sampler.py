@@ -1,15 +1,18 @@
-"""The sampler a second time, from the text of the contract and sharing no code with privacy/sampling/.
+"""A second sampler, from the text of the contract; it shares no code with privacy/sampling/.
 
     K = HKDF-SHA256(key, info = "poisson coins v1\\0" | session nonce | attempt)
     example i is in step t  iff  word (i mod 2) of AES-256_K(t, i div 2) < floor(B 2^64 / n)
     of more than `cap` members those with the smallest words stay
-    member j, in rising order, stands in the row with the j-th smallest of S words of AES-256_K''(t, i div 2),
-    K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...), and each rank has S / W rows
-    (where each node reads its share of the examples, the same for the members and the rows of each node alone)
-    its key for what is random about it: word 0 of AES-256_K'(t, i), K' = HKDF-SHA256(key, info = "example keys v1\\0" | ...)
+    member j, in rising order, is in the row with the j-th smallest of S words of
+        AES-256_K''(t, i div 2), K'' = HKDF-SHA256(key, info = "rows of members v1\\0" | ...);
+        each rank has S / W rows (where each node reads its share of the examples, the same for the
+        members and the rows of each node alone)
+    the key of an example's own randomness: word 0 of AES-256_K'(t, i),
+        K' = HKDF-SHA256(key, info = "example keys v1\\0" | ...)
 
-Blocks are written out and enciphered one by one (ECB), where the trainer takes a stream (CTR); ranks and retries are counted
-here from the ledger's lines. A mistake in one of the two shows as a difference.
+Blocks are written out and enciphered one by one (ECB), where the trainer takes a stream (CTR);
+ranks and retries are counted from the ledger's lines. A mistake in one of the two shows as a
+difference.
 """
 
 import hashlib
@@ -29,7 +32,7 @@ _BLOCKS = 1 << 17
 
 @dataclass(frozen=True)
 class Attempt:
-    """One charged attempt: what its coins depend on."""
+    """A charged attempt: the numbers that its coins depend on."""
 
     nonce: bytes
     step: int
@@ -37,8 +40,9 @@ class Attempt:
 
 
 def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
-    """The attempts of a ledger's records as the ledger numbers them, in order."""
-    attempts, nonce = list[Attempt](), b""
+    """Returns the attempts of a ledger's records, in order, as the ledger numbers them."""
+    attempts = list[Attempt]()
+    nonce = b""
     for record in records:
         if record["type"] == "session":
             nonce = bytes.fromhex(record["nonce"])
@@ -49,7 +53,11 @@ def read_attempts(records: Sequence[Mapping[str, Any]]) -> list[Attempt]:
 
 @dataclass(frozen=True)
 class SecondSampler:
-    """Who is in which batch, from the sampling key's 32 bytes and public numbers."""
+    """Computes the members of every batch from the sampling key and public numbers.
+
+    Attributes:
+        secret: the sampling key's 32 bytes.
+    """
 
     secret: bytes
     num_examples: int
@@ -57,26 +65,30 @@ class SecondSampler:
     cap: int | None
 
     def members(self, attempt: Attempt) -> tuple[Ids, Ids]:
-        """(chosen by their coins, kept by the cap), both in rising order."""
-        n, key = self.num_examples, self._key(b"poisson coins v1\0", attempt)
+        """Returns (ids that their coins chose, ids that the cap kept), both in rising order."""
+        n = self.num_examples
+        key = self._key(b"poisson coins v1\0", attempt)
         threshold = (self.expected_batch_size << 64) // n
+        num_blocks = (n + 1) // 2
         ids: list[Ids] = []
-        words: list[Words] = []
-        for first in range(0, (n + 1) // 2, _BLOCKS):
-            blocks = np.arange(first, min(first + _BLOCKS, (n + 1) // 2))
-            drawn = _words(key, attempt.step, blocks)[: n - 2 * first]
-            heads = (
-                np.arange(len(drawn))
-                if threshold >= 2**64
-                else np.flatnonzero(drawn < np.uint64(threshold))
-            )
+        candidate_words: list[Words] = []
+        for first in range(0, num_blocks, _BLOCKS):
+            blocks = np.arange(first, min(first + _BLOCKS, num_blocks))
+            # Two words a block; the last block may hold one word too many.
+            coins = _words(key, attempt.step, blocks)[: n - 2 * first]
+            # 2^64 does not fit a word; every word is below it.
+            if threshold >= 2**64:
+                heads = np.arange(len(coins))
+            else:
+                heads = np.flatnonzero(coins < np.uint64(threshold))
             ids.append(heads + 2 * first)
-            words.append(drawn[heads])
-        chosen, values = np.concatenate(ids), np.concatenate(words)
-        if self.cap is None or len(chosen) <= self.cap:
-            return chosen, chosen
+            candidate_words.append(coins[heads])
+        candidates = np.concatenate(ids)
+        if self.cap is None or len(candidates) <= self.cap:
+            return candidates, candidates
         # A stable sort: of equal words the smaller id comes first.
-        return chosen, np.sort(chosen[np.argsort(values, kind="stable")[: self.cap]])
+        order = np.argsort(np.concatenate(candidate_words), kind="stable")
+        return candidates, np.sort(candidates[order[: self.cap]])
 
     def deal(
         self,
@@ -86,44 +98,51 @@ class SecondSampler:
         world_size: int,
         nodes: Sequence[int] = (),
     ) -> list[tuple[Ids, Ids]]:
-        """Gives each rank its members in rising order, and where they stand among its rows.
+        """Returns each rank's members in rising order, and their places among its rows.
 
         Args:
-            nodes: the node of each rank, where each node reads its share of the examples; empty otherwise.
+            nodes: the node of each rank, where each node reads its share of the examples; empty
+                otherwise.
 
         Raises:
-            ValueError: there are fewer rows than members, or another number of nodes than of ranks.
+            ValueError: the members outnumber the rows, or `nodes` has another length than the
+                ranks.
         """
-        at = np.arange(rows_per_rank * world_size)
-        if len(at) < len(members) or len(nodes) not in (0, world_size):
+        all_rows = np.arange(rows_per_rank * world_size)
+        if len(all_rows) < len(members) or len(nodes) not in (0, world_size):
             raise ValueError("not every member has a row")
-        drawn = _words(self._key(b"rows of members v1\0", attempt), attempt.step, at // 2).reshape(
-            -1, 2
-        )
-        words = drawn[
-            at, at % 2
-        ]  # two equal ones, for which the trainer draws all again, come once in 2^64 pairs
+        key = self._key(b"rows of members v1\0", attempt)
+        pairs = _words(key, attempt.step, all_rows // 2).reshape(-1, 2)
+        # Two equal words, for which the trainer draws all again, come once in 2^64 pairs.
+        words = pairs[all_rows, all_rows % 2]
         rows = np.argsort(words)[: len(members)]
         if nodes:
-            of_row = np.repeat(nodes, rows_per_rank)
-            # Node by node as many examples as it has ranks; the first that a node does not have is its end.
-            ends = np.cumsum(np.bincount(nodes)) * self.num_examples // world_size
-            of_member = np.searchsorted(ends, members, side="right")
-            numbers = np.bincount(of_member, minlength=len(ends))
-            if (numbers <= np.bincount(nodes) * rows_per_rank).all():
-                for node, number in enumerate(numbers.tolist()):
-                    mine = np.flatnonzero(of_row == node)
-                    rows[of_member == node] = mine[np.argsort(words[mine])][:number]
-        order = np.argsort(rows // rows_per_rank, kind="stable")
-        cuts = np.cumsum(np.bincount(rows // rows_per_rank, minlength=world_size))[:-1]
-        return [(members[here], rows[here] % rows_per_rank) for here in np.split(order, cuts)]
+            node_of_row = np.repeat(nodes, rows_per_rank)
+            ranks_per_node = np.bincount(nodes)
+            # Node by node as many examples as it has ranks; the first example that a node does not
+            # have is its end.
+            ends = np.cumsum(ranks_per_node) * self.num_examples // world_size
+            node_of_member = np.searchsorted(ends, members, side="right")
+            counts = np.bincount(node_of_member, minlength=len(ends))
+            if (counts <= ranks_per_node * rows_per_rank).all():
+                for node, count in enumerate(counts.tolist()):
+                    node_rows = np.flatnonzero(node_of_row == node)
+                    order = np.argsort(words[node_rows])
+                    rows[node_of_member == node] = node_rows[order][:count]
+        ranks = rows // rows_per_rank
+        members_by_rank = np.argsort(ranks, kind="stable")
+        cuts = np.cumsum(np.bincount(ranks, minlength=world_size))[:-1]
+        return [
+            (members[places], rows[places] % rows_per_rank)
+            for places in np.split(members_by_rank, cuts)
+        ]
 
     def keys(self, attempt: Attempt, ids: Ids) -> Words:
-        """The examples' own keys, in the order of `ids`."""
+        """Returns the examples' own keys, in the order of `ids`."""
         return _words(self._key(b"example keys v1\0", attempt), attempt.step, ids)[::2]
 
     def digest(self, attempt: Attempt, rank: int, ids: Ids) -> str:
-        """What private/members.jsonl holds of one rank's examples."""
+        """Returns the digest of one rank's examples in private/members.jsonl."""
         numbers = [number.to_bytes(8, "big") for number in (attempt.attempt, attempt.step, rank)]
         message = b"".join(numbers) + ids.astype("<i8").tobytes()
         key = _hkdf(self.secret, b"ledger hmac v1\0")
@@ -134,14 +153,15 @@ class SecondSampler:
 
 
 def _hkdf(secret: bytes, info: bytes) -> bytes:
-    """HKDF-SHA256 (RFC 5869) without salt, one block of output."""
-    extracted = hmac.new(bytes(32), secret, hashlib.sha256).digest()
-    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()
+    """Returns HKDF-SHA256 (RFC 5869) without salt, one block of output."""
+    pseudorandom_key = hmac.new(bytes(32), secret, hashlib.sha256).digest()
+    return hmac.new(pseudorandom_key, info + b"\x01", hashlib.sha256).digest()
 
 
 def _words(key: bytes, step: int, numbers: Ids) -> Words:
-    """Two words of AES-256_K(step, number) for each number."""
+    """Returns two words of AES-256_K(step, number) for each number."""
     blocks = np.empty((len(numbers), 2), dtype=">u8")
-    blocks[:, 0], blocks[:, 1] = step, numbers
+    blocks[:, 0] = step
+    blocks[:, 1] = numbers
     encryptor = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
     return np.frombuffer(encryptor.update(blocks.tobytes()), dtype="<u8")

@@ -1,7 +1,7 @@
-"""The whole privacy card of a run folder: the attested part from the ledger, and what other public files add to it.
+"""The privacy card of a run folder: the attested part from the ledger, and facts of public files.
 
-Nothing under `private/` is opened: other files are read by privacy/files/public.py, which follows no link. What does not come
-from the ledger names its file, and what attests it, if anything.
+Nothing under `private/` is opened: privacy/files/public.py reads other files and follows no link. A
+fact that does not come from the ledger names its file, and whether the ledger attests it.
 """
 
 import contextlib
@@ -38,10 +38,11 @@ _FACTS = TypeAdapter(dict[str, JsonValue])
 def build_card(
     run_dir: Path, start: Callable[[Mapping[str, Any]], str] | None = None
 ) -> PrivacyCard:
-    """The card of `run_dir`.
+    """Returns the card of `run_dir`.
 
     Args:
-        start: says in words what a manifest's weights started from; the trainer knows the words of its manifests.
+        start: describes the initial weights of a manifest in words; the trainer knows the words of
+            its manifests.
 
     Raises:
         ConfigError: no run folder, or no ledger in it (exit 2).
@@ -50,55 +51,65 @@ def build_card(
     ledger = require_ledger(run_dir)
     if ledger.is_symlink():
         raise ConfigError(
-            f"{ledger}: is no regular file, and no link is followed: put the ledger itself there"
+            f"{ledger}: is a symbolic link, and none is followed: put the ledger itself there"
         )
-    recipe, snapshot = read_recipe(run_dir), read_snapshot(ledger)
+    recipe = read_recipe(run_dir)
+    snapshot = read_snapshot(ledger)
     if recipe and "head" not in snapshot.state.opened:
-        require_as_asked(run_dir, recipe)
+        require_plan_of_recipe(run_dir, recipe)
     card = make_card(snapshot, str(ledger))
-    data = recipe.get("data", {})
-    words = {name: data.get(f"dataset_{name}") for name in Declared.model_fields}
-    words |= {"deduplication": data.get("deduplication")}
-    words |= {"tuning": recipe.get("privacy", {}).get("tuning")}
-    # Where the ledger states something itself, its words count.
-    declared = {
-        name: stated if stated.text else _stated(words[name]) for name, stated in card.declared
-    }
-    warnings, matches, public = list(card.warnings), None, PublicData()
+    data_section = recipe.get("data", {})
+    texts = {name: data_section.get(f"dataset_{name}") for name in Declared.model_fields}
+    texts["deduplication"] = data_section.get("deduplication")
+    texts["tuning"] = recipe.get("privacy", {}).get("tuning")
+    declarations = {}
+    for name, declaration in card.declared:
+        # A text of the ledger comes before that of the recipe.
+        declarations[name] = declaration if declaration.text else _stated(texts[name])
+    warnings = list(card.warnings)
+    manifest_matches: bool | None = None
+    public_data = PublicData()
     if card.last_checkpoint is not None:
-        matches, public, warning = _read_manifest(run_dir, card.last_checkpoint, start)
-        warnings += warning
-    if public.file is None:
-        public = start_of_a_loop(recipe)
-    summary, warning = _read_shared_ledger(recipe, snapshot)
+        manifest_matches, public_data, manifest_warnings = _read_manifest(
+            run_dir, card.last_checkpoint, start
+        )
+        warnings += manifest_warnings
+    if public_data.file is None:
+        public_data = initial_weights_of_loop(recipe)
+    shared_ledger, shared_warnings = _read_shared_ledger(recipe, snapshot)
+    warnings += shared_warnings
     audits = read_audits(run_dir)
-    warnings += [
-        *warning,
-        *(f"The audit {a.file} says {a.verdict}." for a in audits if a.verdict != "consistent"),
-    ]
-    left_out = [one for one in survey(run_dir).left_out.items() if PUBLIC_FILES.fullmatch(one[0])]
-    warnings += [f"The card does not read {name}: {reason}." for name, reason in left_out]
+    for audit in audits:
+        if audit.verdict != "consistent":
+            warnings.append(f"The audit {audit.file} says {audit.verdict}.")
+    for name, reason in survey(run_dir).left_out.items():
+        if PUBLIC_FILES.fullmatch(name):
+            warnings.append(f"The card does not read {name}: {reason}.")
     return card.updated(
         run_name=_as_json(run_dir.resolve().name),
         warnings=warnings,
-        declared=Declared(**declared),
-        manifest_matches=matches,
-        public_data=public,
+        declared=Declared(**declarations),
+        manifest_matches=manifest_matches,
+        public_data=public_data,
         audits=audits,
         utility=read_utility(run_dir),
-        shared_ledger=summary,
+        shared_ledger=shared_ledger,
     )
 
 
 def _as_json(name: str) -> str:
-    """A file's name without bytes that are no UTF-8, which cannot stand in JSON."""
+    """Returns a file's name without bytes that are not UTF-8, which cannot stand in JSON."""
     return name.encode(errors="replace").decode()
 
 
-def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
-    """PrivacyStateRefused where config.toml asks for another plan than the ledger states, which may have been written anew.
+def require_plan_of_recipe(run_dir: Path, recipe: dict[str, Any]) -> None:
+    """Refuses a config.toml that asks for another plan than the ledger states.
 
-    verify.py judges that. What it cannot find out speaks against nothing.
+    The ledger may have been written anew. verify.py compares the two; a comparison that it cannot
+    make refuses nothing.
+
+    Raises:
+        PrivacyStateRefused: the two differ.
     """
     try:
         with contextlib.suppress(verify.Undecided):
@@ -110,163 +121,196 @@ def require_as_asked(run_dir: Path, recipe: dict[str, Any]) -> None:
 
 
 def _stated(text: object) -> Stated:
-    """Words that config.toml holds."""
+    """Returns a declaration of config.toml."""
     return Stated(text=str(text), file="config.toml") if text else Stated()
 
 
 def write_card(run_dir: Path, card: PrivacyCard) -> tuple[Path, Path, Path]:
-    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns their paths."""
+    """Writes report/privacy_card.json, .md and .html, each whole or not at all; returns the paths.
+
+    Raises:
+        ConfigError: the folder cannot be written, or is a symbolic link.
+    """
     folder = run_dir / "report"
-    paths = folder / "privacy_card.json", folder / "privacy_card.md", folder / "privacy_card.html"
+    json_path = folder / "privacy_card.json"
+    markdown_path = folder / "privacy_card.md"
+    html_path = folder / "privacy_card.html"
     with refusing(f"{folder}: cannot write the privacy card", ConfigError):
         folder.mkdir(exist_ok=True)
         if folder.is_symlink():
             raise ConfigError(
-                f"{folder} is a symbolic link, and none is followed: give the run folder one of its own"
+                f"{folder} is a symbolic link, and none is followed: give the run folder one of "
+                "its own"
             )
-        for path, text in zip(
-            paths, (card.to_json(indent=1) + "\n", to_markdown(card), to_html(card)), strict=True
-        ):
+        texts = {
+            json_path: card.to_json(indent=1) + "\n",
+            markdown_path: to_markdown(card),
+            html_path: to_html(card),
+        }
+        for path, text in texts.items():
             replace_file(path, text.encode())
-    return paths
+    return json_path, markdown_path, html_path
 
 
-def start_of_a_loop(recipe: Mapping[str, Any]) -> PublicData:
-    """What a loop of one's own says of its initial weights (`PrivateLoop(starts_from=...)`)."""
-    if (
-        not recipe or "model" in recipe
-    ):  # a private head, or a run of the trainer, whose manifests say it
+def initial_weights_of_loop(recipe: Mapping[str, Any]) -> PublicData:
+    """Returns the declaration of a loop of one's own about its initial weights.
+
+    It comes from `PrivateLoop(starts_from=...)`.
+    """
+    # A private head has no recipe; the manifests of a run of the trainer describe its weights.
+    if not recipe or "model" in recipe:
         return PublicData()
-    said = recipe.get("init", {}).get("starts_from", "unsaid")
-    return PublicData(
-        statement=STATEMENTS[f"starts_from_{said if said in ('public', 'unsaid') else 'runs'}"]
-    )
+    starts_from = recipe.get("init", {}).get("starts_from", "unsaid")
+    # Any other text is a list of runs.
+    kind = starts_from if starts_from in ("public", "unsaid") else "runs"
+    return PublicData(statement=STATEMENTS[f"starts_from_{kind}"])
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any]:
-    """config.toml, or nothing where there is none: a card can be made of a ledger alone.
+    """Returns config.toml, or nothing where it does not exist: a ledger alone makes a card.
 
     Raises:
-        PrivacyStateRefused: it is no run's configuration.
+        PrivacyStateRefused: it is not the configuration of a run.
     """
     try:
         recipe = parse_toml(read_public(run_dir, "config.toml").decode())
     except OSError:
         return {}
     except (ValueError, RecursionError):
+        # Fails the test below.
         recipe = {"data": "none"}
-    if all(
-        isinstance(recipe.get(section, {}), dict)
-        for section in ("data", "privacy", "train", "optimizer")
-    ):
+    sections = [recipe.get(name, {}) for name in ("data", "privacy", "train", "optimizer")]
+    if all(isinstance(section, dict) for section in sections):
         return recipe
     raise PrivacyStateRefused(
-        f"{run_dir / 'config.toml'}: is no TOML of a run: the file was changed; restore it"
+        f"{run_dir / 'config.toml'}: is not the configuration of a run: the file was changed; "
+        "restore it"
     )
 
 
 def read_audits(run_dir: Path) -> tuple[AuditResult, ...]:
-    """What every report/audit*.json says; one that cannot be read has the verdict `unreadable`."""
-    ledger = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
-    results = []
+    """Returns the audits of report/audit*.json; an unreadable one has the verdict `unreadable`."""
+    ledger_hash = hashlib.sha256((run_dir / "ledger.jsonl").read_bytes()).hexdigest()
+    audits = []
     for path in sorted((run_dir / "report").glob("audit*.json")):
         file = f"report/{path.name}"
         try:
-            stated = from_json(read_public(run_dir, file))
-            result = AuditResult(
+            report = from_json(read_public(run_dir, file))
+            audit = AuditResult(
                 file=file,
-                kind=stated["audit"],
-                verdict=stated["verdict"],
-                date_utc=stated.get("date_utc"),
-                of_this_ledger=stated.get("ledger_sha256") == ledger,
-                violated_checks=stated.get("violated_checks", []),
+                kind=report["audit"],
+                verdict=report["verdict"],
+                date_utc=report.get("date_utc"),
+                of_this_ledger=report.get("ledger_sha256") == ledger_hash,
+                violated_checks=report.get("violated_checks", []),
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            result = AuditResult(file=_as_json(file), kind="unknown", verdict="unreadable")
-        results.append(result)
-    return tuple(results)
+            audit = AuditResult(file=_as_json(file), kind="unknown", verdict="unreadable")
+        audits.append(audit)
+    return tuple(audits)
 
 
 def read_utility(run_dir: Path) -> Utility:
-    """Held-out losses, as far as the run's public files hold them.
+    """Returns the held-out losses of the run's public files.
 
-    A line torn by a crash, or without a whole `step`, is left out: it is no reason to withhold the rest. Where steps were
-    repeated, the last attempt counts: a line replaces those before it of the same step and of later ones.
+    A line torn by a crash, or without an integer `step`, is left out, and the others count. Where
+    steps were repeated, the last attempt counts: a line replaces those before it of the same step
+    and of later ones.
     """
-    file, lines, losses = "evaluation/heldout.jsonl", list[bytes](), list[HeldoutLoss]()
+    file = "evaluation/heldout.jsonl"
+    lines = list[bytes]()
+    losses = list[HeldoutLoss]()
     with contextlib.suppress(OSError):
         lines = read_public(run_dir, file).splitlines()
     for line in lines:
         try:
-            value = from_json(line)
+            entry = from_json(line)
         except ValueError:
             continue
-        if (
-            isinstance(value, dict)
-            and type(step := value.get("step")) is int
-            and 0 <= step < 1 << 53
-        ):
+        if not isinstance(entry, dict):
+            continue
+        step = entry.get("step")
+        if type(step) is not int or not 0 <= step < 1 << 53:
+            continue
+        numbers: dict[str, float | None] = {}
+        for name in ("loss", "blind_loss", "shuffled_loss"):
             # NaN, Infinity, or anything else may be there.
-            found: list[Any] = [value.get(name) for name in ("loss", "blind_loss", "shuffled_loss")]
-            good = [x if type(x) in (int, float) and abs(x) < 1e300 else None for x in found]
-            losses = [earlier for earlier in losses if earlier.step < step]
-            losses.append(
-                HeldoutLoss(step=step, loss=good[0], blind_loss=good[1], shuffled_loss=good[2])
-            )
+            number: Any = entry.get(name)
+            is_number = type(number) in (int, float) and abs(number) < 1e300
+            numbers[name] = number if is_number else None
+        losses = [point for point in losses if point.step < step]
+        losses.append(HeldoutLoss(step=step, **numbers))
     return Utility(heldout_file=file if losses else None, heldout_loss=tuple(losses))
 
 
 def _read_manifest(
     run_dir: Path, last: Mapping[str, Any], start: Callable[[Mapping[str, Any]], str] | None
 ) -> tuple[bool | None, PublicData, list[str]]:
-    """(whether the last checkpoint's manifest has the hash in the ledger, what the model started from, warnings)."""
-    # The name alone: a ledger must not lead us out of the checkpoints.
-    name, public = last["path"], PublicData()
+    """Returns the facts of the last checkpoint's manifest.
+
+    Args:
+        last: the newest `checkpoint` record.
+
+    Returns:
+        (whether the manifest has the hash in the ledger, the description of the initial weights,
+        warnings); (None, empty, none) without a manifest.
+    """
+    # The name alone: a ledger must not lead the reader out of the checkpoints.
+    name = last["path"]
     file = f"checkpoints/{Path(name).name}/manifest.json"
     try:
         content = read_public(run_dir, file)
-    except (OSError, ValueError):  # ValueError: no name of a file
-        return None, public, []  # deleted or moved elsewhere, which is anybody's right
+    except (OSError, ValueError):
+        # Deleted or moved elsewhere, as anybody may do; a ValueError where no file has the name.
+        return None, PublicData(), []
     matches = hashlib.sha256(content).hexdigest() == last["digest"]
-    found = (
-        []
-        if matches
-        else [f"The manifest of checkpoint {name} is not the one that the ledger recorded."]
-    )
-    known, facts = ("run", "initialisation", "training_data", "tokenizer_sha256"), {}
+    warnings = []
+    if not matches:
+        warnings.append(
+            f"The manifest of checkpoint {name} is not the one that the ledger recorded."
+        )
+    facts: dict[str, Any] = {}
     with contextlib.suppress(ValidationError):
-        facts = {key: value for key, value in _FACTS.validate_json(content).items() if key in known}
+        for key, fact in _FACTS.validate_json(content).items():
+            if key in ("run", "initialisation", "training_data", "tokenizer_sha256"):
+                facts[key] = fact
     if "initialisation" not in facts or start is None:
-        return matches, public, found
+        return matches, PublicData(), warnings
     try:
         statement = start(facts)
     except (TypeError, ValueError, KeyError, AttributeError):
-        found.append(f"The manifest of checkpoint {name} does not say what the model started from.")
-        return matches, public, found
+        warnings.append(
+            f"The manifest of checkpoint {name} does not say what the model started from."
+        )
+        return matches, PublicData(), warnings
     if "tokenizer_sha256" in facts:
         statement += " The tokenizer counts as public: no private caption may have shaped it."
-    return matches, PublicData(statement=statement, file=file, attested=matches, facts=facts), found
+    public_data = PublicData(statement=statement, file=file, attested=matches, facts=facts)
+    return matches, public_data, warnings
 
 
 def _read_shared_ledger(
     recipe: dict[str, Any], snapshot: LedgerSnapshot
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """(budget and sibling runs of the data owner's ledger, if it is the one that the run's own ledger names; warnings)."""
-    identity, path = (
-        snapshot.state.opened.get("shared_ledger"),
-        recipe.get("privacy", {}).get("shared_ledger"),
-    )
+    """Returns (budget and sibling runs of the data owner's ledger, warnings).
+
+    None where it is not the ledger that the run's own ledger names.
+    """
+    identity = snapshot.state.opened.get("shared_ledger")
+    path = recipe.get("privacy", {}).get("shared_ledger")
     if identity is None or not isinstance(path, str) or not path:
         return None, []
     try:
-        if not Path(path).is_file():  # what is said to be one may be a device without an end
-            raise OSError("it is no file")
-        summary = SharedLedger(path).summary(snapshot.state.opened["key_commitment"])
+        # A stranger's recipe may name a device without an end.
+        if not Path(path).is_file():
+            raise OSError("it is not a regular file")
+        shared = SharedLedger(path)
+        summary = shared.summary(snapshot.state.opened["key_commitment"])
         if summary["identity"] != identity:
             return None, [
                 "The shared ledger that config.toml names is not the one in the run's ledger."
             ]
-        SharedLedger(path).require_remembered(snapshot.state, SharedLedger(path).look())
+        shared.require_remembered(snapshot.state, shared.read_unlocked())
     except (PrivacyStateRefused, PrivacyConfigError, ValueError, OSError):
         return None, ["The shared ledger that the run belongs to cannot be read, or is broken."]
     return summary, []

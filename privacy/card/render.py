@@ -1,7 +1,8 @@
-"""Makes pages of a privacy card: Markdown by a template, and HTML around that Markdown with a plot. Epsilons are rounded up.
+"""Pages of a privacy card: Markdown by a template, and HTML around that Markdown with a plot.
 
-A value is escaped unless a filter of this file made it Markdown, so that no text from a file can forge the page. The plot is SVG
-in the page itself and follows the reader's light or dark theme; it draws numbers of the card, and no text from a file.
+Epsilons are rounded up. A text is escaped unless a filter of this file made it Markdown, so that no
+text from a file can forge the page. The plot is SVG in the page itself and follows the reader's
+light or dark theme; it draws numbers of the card, and no text from a file.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
 
 
 # matplotlib draws in these stand-ins, which become colours of the page's style sheet.
-INK, LINE, SOFT, FIRST, SECOND = "#010203", "#040506", "#07080a", "#0a0b0c", "#0d0e0f"
+INK = "#010203"
+LINE = "#040506"
+SOFT = "#07080a"
+FIRST = "#0a0b0c"
+SECOND = "#0d0e0f"
 COLOURS = {INK: "--ink", LINE: "--line", SOFT: "--soft", FIRST: "--first", SECOND: "--warn"}
-# Text stays text, so that it can be searched, and takes the page's own font. A fixed salt: the same card gives the same bytes.
+# Text stays text, so that it can be searched, and takes the page's own font. A fixed salt: the same
+# card gives the same bytes.
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10.0,
@@ -45,25 +51,29 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "trade-off",
 }
 _ACTIVE = re.compile(r"[\\`*\[\]|~#]|(?<![^\W_])_|_(?![^\W_])|^[+=-]")
-"""What Markdown reads as a mark: punctuation, an underscore except inside of a word, and marks at the start of a line."""
+"""Marks of Markdown: punctuation, an underscore except inside of a word, and marks at the start of
+a line."""
 
 
 def one_line(value: object) -> str:
-    """Plain text without line breaks; a character that shows nothing, or turns the direction of the text, is a U+FFFD."""
+    """Returns plain text without line breaks.
+
+    A character that shows nothing, or turns the direction of the text, becomes a U+FFFD.
+    """
     words = " ".join(str(value).split())
-    return "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words
-    )
+    letters = [letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in words]
+    return "".join(letters)
 
 
 def escape(line: str) -> str:
-    """One line as Markdown that shows just this line: nothing in it is a mark, or HTML."""
+    """Returns Markdown that shows just this line: nothing in it is a mark, or HTML."""
     text = _ACTIVE.sub(r"\\\g<0>", html.escape(line, quote=False))
+    # A number at the start would begin a list.
     return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", text)
 
 
 def cell(value: object) -> str:
-    """Any value as plain text on one line: nothing from a file may break out of its place."""
+    """Returns any value as plain text on one line, which cannot break out of its place."""
     return escape(one_line(value))
 
 
@@ -77,25 +87,26 @@ def bullets(points: Iterable[str]) -> str:
 
 
 class Markdown(str):
-    """Text that is Markdown already; the templates escape every other value."""
+    """A text that is Markdown already; the templates escape every other value."""
 
 
 def code(value: object) -> Markdown:
-    """A code span, or plain text where a span in a table cannot hold the value."""
+    """Returns a code span, or plain text where a span in a table cannot hold the value."""
     text = one_line(value)
     return Markdown(f"`{text}`" if re.fullmatch(r"[^`|\\]+", text) else escaped(text))
 
 
 def prose(text: str) -> Markdown:
-    """A statement of the card: plain text with code spans."""
+    """Returns a statement of the card as Markdown: plain text with code spans."""
     parts = re.split(r"(`[^`|\\]+`)", one_line(text))
-    return Markdown(
-        "".join(part if number % 2 else escape(part) for number, part in enumerate(parts))
-    )
+    # Every second part is a span.
+    for number in range(0, len(parts), 2):
+        parts[number] = escape(parts[number])
+    return Markdown("".join(parts))
 
 
 def escaped(value: object) -> str:
-    """Plain text; `unknown` where there is none."""
+    """Returns plain text; `unknown` for None and the empty text."""
     if isinstance(value, Markdown):
         return value
     return "unknown" if value in (None, "") else cell(value)
@@ -110,55 +121,65 @@ def epsilon(value: float | None) -> str:
 
 
 def keys(value: object) -> Markdown:
-    """A value of JSON on one line; an object as its names and values."""
+    """Returns a JSON value on one line; an object as its names and values."""
     if not isinstance(value, Mapping):
         return code("none" if value is None else value)
-    items = {
-        name: json.dumps(item) if isinstance(item, dict | list) else item
-        for name, item in value.items()
-    }
-    return Markdown(", ".join(f"{cell(name)} {code(item)}" for name, item in items.items()))
+    entries = []
+    for name, content in value.items():
+        text = json.dumps(content) if isinstance(content, dict | list) else content
+        entries.append(f"{cell(name)} {code(text)}")
+    return Markdown(", ".join(entries))
 
 
 @functools.cache
 def _template(name: str, *, is_html: bool) -> jinja2.Template:
     import jinja2
 
-    loader, shown = (
-        jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        None if is_html else escaped,
-    )
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     environment = jinja2.Environment(
-        loader=loader, undefined=jinja2.StrictUndefined, finalize=shown
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        finalize=None if is_html else escaped,
+        autoescape=is_html,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.autoescape, environment.trim_blocks, environment.lstrip_blocks = is_html, True, True
     filters = (code, prose, number, epsilon, percent, keys, one_line, rounded_down, rounded_up)
     environment.filters |= {function.__name__: function for function in filters}
     return environment.get_template(name)
 
 
 def to_markdown(card: PrivacyCard, template: str = "card.md.j2") -> str:
-    """The card as one Markdown page; with "methods.md.j2" the paragraphs on privacy of a paper's methods section."""
+    """Returns the card as one Markdown page.
+
+    Args:
+        template: "methods.md.j2" gives the paragraphs on privacy of a paper's methods section.
+    """
     page = _template(template, is_html=False).render(card=card, say=STATEMENTS)
     return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
 
 
 def to_html(card: PrivacyCard) -> str:
-    """The card as one HTML file: what `to_markdown(card)` says, with a plot; no script, nothing to fetch."""
+    """Returns `to_markdown(card)` as one HTML file with a plot; no script, nothing to fetch."""
     from markdown_it import MarkdownIt
 
-    page = MarkdownIt("commonmark", {"html": False}).enable("table").render(to_markdown(card))
-    return _template("card.html.j2", is_html=True).render(
-        card=card, page=page, plot=trade_off(card)
-    )
+    renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
+    page = renderer.render(to_markdown(card))
+    template = _template("card.html.j2", is_html=True)
+    return template.render(card=card, page=page, plot=trade_off(card))
 
 
 def trade_off(card: PrivacyCard) -> str:
-    """An <svg> element with the largest true-positive rate of any attack over its false-positive rate; empty without a bound."""
-    import matplotlib
-    from matplotlib.figure import Figure  # without pyplot: no display and no global state
+    """Returns an <svg> element with the bound on true-positive rates over false-positive rates.
 
-    attack, file = card.accounting.attack, io.StringIO()
+    Empty without a bound.
+    """
+    import matplotlib
+
+    # Without pyplot: no display and no global state.
+    from matplotlib.figure import Figure
+
+    attack = card.accounting.attack
     if attack is None or not attack.curve:
         return ""
     rates, bounds = zip(*attack.curve, strict=True)
@@ -167,12 +188,8 @@ def trade_off(card: PrivacyCard) -> str:
         axes = figure.subplots()
         axes.semilogx(rates, bounds, color=FIRST, label="no attack can be above")
         axes.semilogx(rates, rates, color=SOFT, linestyle="--", label="guessing")
-        axes.plot(
-            [float(rate) for rate in attack.true_positive],
-            [*attack.true_positive.values()],
-            "o",
-            color=SECOND,
-        )
+        table_rates = [float(rate) for rate in attack.true_positive]
+        axes.plot(table_rates, [*attack.true_positive.values()], "o", color=SECOND)
         axes.set(
             xlim=(rates[0], 1),
             ylim=(0, 1.05),
@@ -180,8 +197,9 @@ def trade_off(card: PrivacyCard) -> str:
             ylabel="true-positive rate",
         )
         axes.legend(loc="upper left")
+        file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    # It refers to nothing outside of it.
+    # The element refers to nothing outside of it.
     text = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<!--.*?-->", "", file.getvalue())
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
-    return re.sub("|".join(COLOURS), lambda found: f"var({COLOURS[found[0]]})", text).strip()
+    return re.sub("|".join(COLOURS), lambda match: f"var({COLOURS[match[0]]})", text).strip()

@@ -1,17 +1,11 @@
-"""The claim of released weights: a run's own charges, composed with those of the private runs whose weights it started from.
+"""The claim of released weights: a run's own charges and those of the private runs behind them.
 
-A run that starts from such weights keeps a copy of each ledger behind them in `behind/`, the newest first, and names the copies
-in its own first line (`behind`: file, run, lines, hash of the last line). A loop of one's own may name several runs, and those
-behind each of them. An example may have been in all of these runs, so by
-default all charges compose: the composition of their privacy loss distributions is that of the union of their releases, for
-one and the same neighbouring relation (one example, zeroed out in all of them). Where the recipe declares that a run's data hold
-no example of those behind its start (`disjoint_from_start`), no example bears both, and the larger of the two counts.
-
-Epsilon is stated at the smallest delta of all runs. That is a valid and the strictest choice: no delta has to be added, since
-nothing but releases is composed, and it protects the examples of the largest data set as its own run promised.
+A run that starts from the weights of private runs keeps a copy of each of their ledgers in
+`behind/`, the newest first, and names the copies in its own first line. All charges compose,
+except of runs whose data are declared disjoint, at the smallest delta of all runs.
+docs/ledger.md gives the reasons.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,135 +21,145 @@ from .records import LedgerState, read_state
 FOLDER = "behind"
 
 
-class LedgerBehind(NamedTuple):
-    """A private run behind weights.
+class ParentLedger(NamedTuple):
+    """The ledger of a private run behind weights.
 
     Attributes:
-        needed: how many lines the charges of those weights take at least.
+        run: name of the run.
+        copy: bytes of the ledger.
+        num_lines: the least number of lines that hold the charges of those weights.
     """
 
     run: str
     copy: bytes
-    needed: int
+    num_lines: int
 
 
 def ledgers_of_run(
-    run_dir: Path, run: str | None = None, needed: int | None = None
-) -> list[LedgerBehind]:
-    """The ledger of a run with a guarantee and those behind it, the newest first.
+    run_dir: Path, run: str | None = None, num_lines: int | None = None
+) -> list[ParentLedger]:
+    """Returns the ledger of a run with a guarantee and those behind it, the newest first.
 
     Args:
         run: its name; that of the folder by default.
-        needed: by default all lines.
+        num_lines: number of lines that hold the charges; by default all lines.
 
     Raises:
         PrivacyConfigError: the run claims nothing.
         PrivacyStateRefused: a ledger is broken.
     """
-    data = (run_dir / "ledger.jsonl").read_bytes()
-    if not data.endswith(
-        b"\n"
-    ):  # a write under way, or a crash: charged as its repair would charge it
-        data += TORN_MARK + b"\n"
-    state = read_state(data, str(run_dir / "ledger.jsonl"))
+    content = (run_dir / "ledger.jsonl").read_bytes()
+    # A write under way, or a crash: the line is charged as its repair would charge it.
+    if not content.endswith(b"\n"):
+        content += TORN_MARK + b"\n"
+    state = read_state(content, str(run_dir / "ledger.jsonl"))
     if not state.plan.formal_guarantee:
         raise PrivacyConfigError(
             f"{run_dir}: has no guarantee, so nothing can be claimed of its weights"
         )
-    found = [(run or run_dir.resolve().name, data), *read_copies(run_dir, state.opened)]
-    own, *before = (LedgerBehind(name, copy, copy.count(b"\n")) for name, copy in found)
-    return [own if needed is None else own._replace(needed=needed), *before]
+    name = run or run_dir.resolve().name
+    if num_lines is None:
+        num_lines = content.count(b"\n")
+    ledgers = [ParentLedger(name, content, num_lines)]
+    for parent_name, copy in read_copies(run_dir, state.opened):
+        ledgers.append(ParentLedger(parent_name, copy, copy.count(b"\n")))
+    return ledgers
 
 
-def keep_copies(run_dir: Path, behind: Sequence[LedgerBehind]) -> list[dict[str, Any]]:
-    """Writes the copies, durably, and returns what the `open` record says of them; a crash before that record changes nothing."""
-    if not behind:
+def keep_copies(run_dir: Path, ledgers: Sequence[ParentLedger]) -> list[dict[str, Any]]:
+    """Writes the copies, durably, and returns the field `behind` of the `open` record.
+
+    A crash before that record is written changes nothing: the next start writes the copies again.
+    """
+    if not ledgers:
         return []
     durable.make_directory(run_dir / FOLDER)
-    records = []
-    for number, ledger in enumerate(behind, start=1):
-        durable.replace_file(run_dir / copy_name(number), ledger.copy)
-        *lines, _ = ledger.copy.split(b"\n")  # which ends with a whole line
-        records.append(
-            {
-                "file": copy_name(number),
-                "run": ledger.run,
-                "lines": len(lines),
-                "hash": hash_line(lines[-1]),
-            }
-        )
+    records: list[dict[str, Any]] = []
+    for number, ledger in enumerate(ledgers, start=1):
+        name = copy_name(number)
+        durable.replace_file(run_dir / name, ledger.copy)
+        # A copy ends with a whole line, so that nothing follows its last newline.
+        *lines, _ = ledger.copy.split(b"\n")
+        last_hash = hash_line(lines[-1])
+        records.append({"file": name, "run": ledger.run, "lines": len(lines), "hash": last_hash})
     return records
 
 
-def require_kept(run_dir: Path, opened: Mapping[str, Any], behind: Sequence[LedgerBehind]) -> None:
-    """A run that begins again at step 0 starts from weights whose charges its ledger names already.
+def require_kept(run_dir: Path, opened: Mapping[str, Any], ledgers: Sequence[ParentLedger]) -> None:
+    """Refuses a second start at step 0 from weights whose charges the run's ledger does not name.
 
     Raises:
         PrivacyConfigError: from other weights, or from the same run's after more attempts.
         PrivacyStateRefused: a copy is missing, or is not the one that the ledger names.
     """
-    kept = read_copies(run_dir, opened)
-    for number, ledger in enumerate(behind):
-        lines = ledger.copy.split(b"\n")[: ledger.needed]
-        known = kept[number][1].split(b"\n") if number < len(kept) else []
-        if len(known) <= len(lines) or hash_line(known[len(lines) - 1]) != hash_line(lines[-1]):
-            raise PrivacyConfigError(
-                f"{run_dir}: its ledger was opened before the run {ledger.run} behind its weights had spent what it has spent "
-                "now; start another folder"
-            )
+    copies = read_copies(run_dir, opened)
+    for number, ledger in enumerate(ledgers):
+        needed_lines = ledger.copy.split(b"\n")[: ledger.num_lines]
+        copied_lines = copies[number][1].split(b"\n") if number < len(copies) else []
+        # The last part of a copy follows its last newline; it is not a line.
+        if len(copied_lines) > len(needed_lines):
+            copied_hash = hash_line(copied_lines[len(needed_lines) - 1])
+            if copied_hash == hash_line(needed_lines[-1]):
+                continue
+        raise PrivacyConfigError(
+            f"{run_dir}: its ledger was opened before the run {ledger.run} behind its weights made "
+            "its latest charges; start another folder"
+        )
 
 
 def copy_name(number: int) -> str:
-    """Name of the copy of the ledger that is `number` starts back, from 1, relative to the run folder."""
+    """Returns the name, relative to the run folder, of the ledger `number` starts back, from 1."""
     return f"{FOLDER}/ledger-{number}.jsonl"
 
 
 def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    """(run, bytes) of the copies that a run's `open` record names, the newest first.
+    """Returns (run, bytes) of the copies that a run's `open` record names, the newest first.
 
     Raises:
         PrivacyStateRefused: a copy is missing, or is not the one that the ledger names.
     """
     copies = []
     for place in opened.get("behind", ()):
-        if not re.fullmatch(rf"{FOLDER}/ledger-[0-9]{{1,3}}\.jsonl", str(place["file"])):
+        file = str(place["file"])
+        if not re.fullmatch(rf"{FOLDER}/ledger-[0-9]{{1,3}}\.jsonl", file):
             raise PrivacyStateRefused(
-                f"{run_dir}: the ledger names {str(place['file'])[:80]!r}, which is no copy of a ledger"
+                f"{run_dir}: the ledger names {file[:80]!r}, which is not a copy of a ledger"
             )
-        path = run_dir / place["file"]
+        path = run_dir / file
         with refusing(f"{path}: the ledger behind the initial weights cannot be read"):
             if path.is_symlink() or path.parent.is_symlink():
                 raise OSError("it is a symbolic link, and none is followed")
-            data = path.read_bytes()
-        lines = data.split(b"\n")
-        if lines[-1] or len(lines) - 1 != place["lines"] or hash_line(lines[-2]) != place["hash"]:
+            content = path.read_bytes()
+        *lines, tail = content.split(b"\n")
+        if tail or len(lines) != place["lines"] or hash_line(lines[-1]) != place["hash"]:
             raise PrivacyStateRefused(
                 f"{path}: is not the ledger that the run's own ledger names; restore it from a copy"
             )
-        copies.append((str(place["run"]), data))
+        copies.append((str(place["run"]), content))
     return copies
 
 
-def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]:
-    """The verified copies, the newest first.
+def parent_states(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]:
+    """Returns the states of the verified copies, the newest first.
 
     Raises:
-        PrivacyStateRefused: a copy is missing, broken, of a run without a guarantee, or another than the ledgers name.
+        PrivacyStateRefused: a copy is missing, broken, of a run without a guarantee, or another
+            than the ledgers name.
     """
     states = []
-    for number, (_, data) in enumerate(read_copies(run_dir, opened), start=1):
-        state = read_state(data, str(run_dir / copy_name(number)))
+    for number, (_, content) in enumerate(read_copies(run_dir, opened), start=1):
+        path = run_dir / copy_name(number)
+        state = read_state(content, str(path))
         if not state.plan.formal_guarantee:
-            raise PrivacyStateRefused(
-                f"{run_dir / copy_name(number)}: is of a run without a guarantee"
-            )
+            raise PrivacyStateRefused(f"{path}: is of a run without a guarantee")
         states.append(state)
     for number, state in enumerate(states, start=1):
-        for place in state.opened.get("behind", ()):  # another run may have charged more since
-            if not any(
-                place["hash"] in other.hashes[place["lines"] - 1 : place["lines"]]
-                for other in states[number:]
-            ):
+        for place in state.opened.get("behind", ()):
+            # Not the last line alone: the copy here is longer where its run charged more after
+            # `state` had started from it.
+            last_line = slice(place["lines"] - 1, place["lines"])
+            parents = states[number:]
+            if not any(place["hash"] in parent.hashes[last_line] for parent in parents):
                 raise PrivacyStateRefused(
                     f"{run_dir / copy_name(number)}: started from other runs than this ledger names"
                 )
@@ -163,7 +167,9 @@ def states_behind(run_dir: Path, opened: Mapping[str, Any]) -> list[LedgerState]
 
 
 def claim_of(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
-    """(epsilon, delta) that what a run released carries, earlier private runs included; None without a guarantee.
+    """Returns (epsilon, delta) of a run's releases, earlier private runs included.
+
+    None without a guarantee.
 
     Args:
         run_dir: holds the copies.
@@ -174,34 +180,38 @@ def claim_of(run_dir: Path, state: LedgerState) -> tuple[float, float] | None:
     """
     if not state.plan.formal_guarantee:
         return None
-    states = [state, *states_behind(run_dir, state.opened)]
-    delta = min(before.plan.target_delta for before in states)
+    states = [state, *parent_states(run_dir, state.opened)]
+    delta = min(run.plan.target_delta for run in states)
     return composed_epsilon(states, delta), delta
 
 
 def composed_epsilon(
-    states: Sequence[LedgerState], delta: float, own: Sequence[ReleaseGroup] | None = None
+    states: Sequence[LedgerState], delta: float, newest_groups: Sequence[ReleaseGroup] | None = None
 ) -> float:
-    """The epsilon at `delta` that any example bears of a chain of runs, the newest first.
+    """Returns the epsilon at `delta` that any example bears of a chain of runs, the newest first.
 
     Args:
-        own: releases of the newest run; by default what its ledger charges.
+        newest_groups: releases of the newest run; by default the charges of its ledger.
     """
-    alternatives: list[
-        list[LedgerState]
-    ] = []  # the sets of runs that one example can be in, as far as declarations say
+    # The sets of runs that one example can be in, as far as declarations say.
+    alternatives: list[list[LedgerState]] = []
     for state in reversed(states):
-        may_overlap = alternatives and state.opened.get("disjoint_from_start") is not True
-        alternatives = (
-            [[state, *runs] for runs in alternatives] if may_overlap else [[state], *alternatives]
-        )
-    values = []
+        if alternatives and state.opened.get("disjoint_from_start") is not True:
+            alternatives = [[state, *runs] for runs in alternatives]
+        else:
+            alternatives = [[state], *alternatives]
+    epsilons = []
     for runs in alternatives:
-        spent = (
-            state.charged_groups() if own is None or state is not states[0] else own
-            for state in runs
-        )
-        groups = list(itertools.chain.from_iterable(spent))
-        left = delta - math.fsum(state.plan.noise_tail_delta for state in runs)
-        values.append(claimed_epsilon(groups, left)[0] if left > 0 else math.inf)
-    return max(values)
+        groups: list[ReleaseGroup] = []
+        for run in runs:
+            if run is states[0] and newest_groups is not None:
+                groups += newest_groups
+            else:
+                groups += run.charged_groups()
+        tail_delta = math.fsum(run.plan.noise_tail_delta for run in runs)
+        accounted_delta = delta - tail_delta
+        if accounted_delta > 0:
+            epsilons.append(claimed_epsilon(groups, accounted_delta)[0])
+        else:
+            epsilons.append(math.inf)
+    return max(epsilons)

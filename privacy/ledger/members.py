@@ -1,15 +1,9 @@
-"""The private record of every attempt: who was trained on, as keyed digests, and where the ledger stood then.
+"""The private record of attempts: the members of every batch as keyed digests, and ledger marks.
 
-It is the ledger's second witness. Each line names the ledger's last line at that moment, by number and SHA-256, and is durable
-before anything follows:
-
-1. the attempt, with what each rank was dealt; 2. the ledger's intent; 3. the mark that the intent is durable; 4. the noise.
-
-Sessions, checkpoints and the end are marked likewise once they are durable. So a ledger that was cut or written anew no longer
-holds what the record names. In each session one attempt, the last, may lack its charge: the program ended between 1 and 2. No
-charge lacks its attempt, except that of a torn line, which is charged in case it was an intent. With the sampling key an
-auditor recomputes the members from the coins and compares: then "what was trained equals what the coins say" is checked and
-not only believed. Without the key a digest says nothing.
+It is the ledger's second witness. Each line names the ledger's last line at that moment, by number
+and SHA-256, so that a ledger that was cut or written anew lacks a line that the record names.
+docs/ledger.md has the order of writes that makes this true. Without the key a digest says nothing;
+with it an auditor recomputes the members from the coins and compares.
 """
 
 import json
@@ -36,18 +30,20 @@ FILE = "members.jsonl"
 def members_digest(
     key: SamplingKey, nonce: bytes, attempt: int, step: int, rank: int, ids: Ids
 ) -> str:
-    """HMAC-SHA256, in hex, over the attempt and the ids of one rank, in order."""
-    header = (
-        b"members v1\0"
-        + nonce
-        + b"".join(value.to_bytes(8, "big") for value in (attempt, step, rank))
-    )
+    """Returns HMAC-SHA256, in hex, over the attempt and the ids of one rank, in order."""
+    numbers = b"".join(number.to_bytes(8, "big") for number in (attempt, step, rank))
+    header = b"members v1\0" + nonce + numbers
     return key.hmac(header + np.ascontiguousarray(ids, dtype="<i8").tobytes())
 
 
 @dataclass(frozen=True)
 class LedgerMark:
-    """A line that says only where the ledger stood: `seq` is its last line's number from 0, `hash` that line's SHA-256."""
+    """A line of the record that names the ledger's last line at that moment.
+
+    Attributes:
+        seq: number of the ledger's last line, from 0.
+        hash: SHA-256 of that line, in hex.
+    """
 
     seq: int
     hash: str
@@ -58,10 +54,17 @@ class LedgerMark:
 
 @dataclass(frozen=True)
 class MembersRecord(LedgerMark):
-    """An attempt: what the ranks were dealt at one step; counts and digests in rank order. Its intent is line `seq` + 1.
+    """A line of the record about an attempt. Its intent is line `seq` + 1 of the ledger.
 
-    `rows_per_rank` is the number of rows of all micro-batches of a rank: it, `nodes` (the node of each rank, where each reads its
-    share of the examples; empty otherwise) and the key decide who is dealt what.
+    Key, `rows_per_rank` and `nodes` decide which examples are dealt to which rank.
+
+    Attributes:
+        nonce: of the session, in hex.
+        rows_per_rank: number of rows of all micro-batches of a rank.
+        counts: number of examples of each rank, in rank order.
+        digests: `members_digest` of each rank, in rank order.
+        nodes: the node of each rank, where each node reads its share of the examples; empty
+            otherwise.
     """
 
     step: int
@@ -74,7 +77,7 @@ class MembersRecord(LedgerMark):
 
 
 def append_line(path: Path, line: LedgerMark) -> None:
-    """Appends to a record that is there since the run was opened, durably.
+    """Appends a line, durably, to a record that was created when the run was opened.
 
     Raises:
         PrivacyStateRefused: it cannot be written.
@@ -82,21 +85,25 @@ def append_line(path: Path, line: LedgerMark) -> None:
     with refusing(f"{path}: cannot write the record of attempts"):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
         try:
-            durable.write(descriptor, durable.torn_line_end(descriptor) + line.line().encode())
+            torn_end = durable.torn_line_end(descriptor)
+            durable.write(descriptor, torn_end + line.line().encode())
             durable.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
 class MarkedLedger:
-    """Writes the private record beside the ledger: attempts before their intents, and marks. On one rank.
+    """Writes the private record beside the ledger: attempts before their intents, and marks.
+
+    On one rank.
 
     Attributes:
-        ledger: what needs no mark is written to it directly.
+        ledger: the ledger itself, for writes that need no mark.
     """
 
     def __init__(self, ledger: "Ledger", members: Path) -> None:
-        self.ledger, self._members = ledger, members
+        self.ledger = ledger
+        self._members = members
 
     def note(
         self,
@@ -120,22 +127,22 @@ class MarkedLedger:
         append_line(self._members, line)
 
     def write(self, record: Callable[["Ledger"], object]) -> None:
-        """Writes to the ledger, and marks the line, which is durable then, before anything follows."""
+        """Writes to the ledger by `record`, and marks the line, which is durable then."""
         record(self.ledger)
         self.mark()
 
     def mark(self) -> None:
-        """Names the ledger's last line."""
+        """Appends the ledger's last line to the record as a mark."""
         append_line(self._members, LedgerMark(*self.ledger.position()))
 
 
 def read_lines(path: Path) -> Iterator[LedgerMark]:
-    """Every line in order, one at a time: with a digest for each of many ranks, all together may not fit into memory.
+    """Yields every line in order; skips a line that a crash has torn.
 
-    A torn line, of a crash, is passed over.
+    One at a time: with a digest for each of many ranks, all lines together may not fit into memory.
 
     Raises:
-        PrivacyStateRefused: there is no such file, or it cannot be read.
+        PrivacyStateRefused: the file does not exist, or cannot be read.
     """
     with (
         refusing(f"{path}: cannot read the record of attempts"),
@@ -147,39 +154,60 @@ def read_lines(path: Path) -> Iterator[LedgerMark]:
                 if type(fields["seq"]) is not int:
                     continue
                 if isinstance(fields.get("nonce"), str):
-                    listed = {name: tuple(fields[name]) for name in ("counts", "digests", "nodes")}
-                    yield MembersRecord(**fields | listed)
+                    for name in ("counts", "digests", "nodes"):
+                        fields[name] = tuple(fields[name])
+                    yield MembersRecord(**fields)
                 else:
                     yield LedgerMark(**fields)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 continue
 
 
-def not_in_ledger(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:
-    """What the ledger lacks of what was recorded before it was read; None when it lacks nothing."""
-    charged = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
-    nonces, ended = set(state.nonces), set[str]()
+def ledger_gap(lines: Iterable[LedgerMark], state: LedgerState) -> str | None:
+    """Returns the first recorded line or attempt that the ledger lacks, as a sentence, or None.
+
+    In each session one attempt, the last, may lack its intent: the program ended between the two.
+
+    Args:
+        lines: read before the ledger.
+    """
+    attempts = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
+    nonces = set(state.nonces)
+    ended_nonces = set[str]()
     for line in lines:
         if not 0 <= line.seq < state.num_lines or state.hashes[line.seq] != line.hash:
-            return f"line {line.seq + 1} is not the one that was recorded: the ledger was rolled back or replaced"
+            return (
+                f"line {line.seq + 1} is not the one that was recorded: the ledger was rolled back "
+                "or replaced"
+            )
         if isinstance(line, MembersRecord):
-            if line.nonce not in nonces or line.nonce in ended:
-                return f"attempt {line.attempt} of step {line.step} was recorded in a session that the ledger lacks or ended"
-            if charged.pop(line.seq + 1, None) != (line.nonce, line.step, line.attempt):
-                ended.add(line.nonce)  # the program ended between the record and its intent
+            if line.nonce not in nonces or line.nonce in ended_nonces:
+                return (
+                    f"attempt {line.attempt} of step {line.step} was recorded in a session that "
+                    "the ledger lacks or ended"
+                )
+            charged_attempt = attempts.pop(line.seq + 1, None)
+            if charged_attempt != (line.nonce, line.step, line.attempt):
+                # The program ended between the record and its intent.
+                ended_nonces.add(line.nonce)
     return None
 
 
-def not_recorded(state: LedgerState, lines: Iterable[LedgerMark]) -> str | None:
-    """Which charge lacks the record of its attempt, in lines that were read after the ledger; None when all have one."""
-    charged = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
+def record_gap(state: LedgerState, lines: Iterable[LedgerMark]) -> str | None:
+    """Returns the number of charges without a record of their attempt, as a sentence, or None.
+
+    Args:
+        lines: read after the ledger.
+    """
+    attempts = {intent.seq: (intent.nonce, intent.step, intent.attempt) for intent in state.intents}
     for line in lines:
-        if isinstance(line, MembersRecord) and charged.get(line.seq + 1) == (
-            line.nonce,
-            line.step,
-            line.attempt,
-        ):
-            del charged[line.seq + 1]
-    if not charged:
+        if isinstance(line, MembersRecord):
+            recorded_attempt = (line.nonce, line.step, line.attempt)
+            if attempts.get(line.seq + 1) == recorded_attempt:
+                del attempts[line.seq + 1]
+    if not attempts:
         return None
-    return f"{len(charged)} charges, the first in line {min(charged) + 1}, have no record of their attempt"
+    return (
+        f"{len(attempts)} charges, the first in line {min(attempts) + 1}, have no record of their "
+        "attempt"
+    )

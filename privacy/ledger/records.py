@@ -1,9 +1,9 @@
-"""The privacy ledger's records, and the one order of them that is legal; the form of the lines is privacy/ledger/chain.py's.
+"""The records of a run's ledger and their one legal order; chain.py has the form of the lines.
 
-Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and `checkpoint`; `close` ends the
-run. A torn line is followed by a `repair`
-record, which is written by the next start. When the repair is torn as well, the torn lines follow each other and one `repair`
-counts them all. This module only reads; privacy/ledger/ledger.py writes.
+Legal order: `open` first and once; `session` starts a program; then `intent` [`done`] per step and
+`checkpoint`; `close` ends the run. A torn line is followed by a `repair`, which the next start
+writes. When the repair is torn too, the torn lines follow each other and one `repair` counts all of
+them. This module only reads; privacy/ledger/ledger.py writes.
 """
 
 import functools
@@ -38,23 +38,24 @@ from .chain import (
 
 FORMAT_VERSION = 1
 MIXED_EXAMPLES = "mixed_examples"
-"""Why a run is closed whose examples were found not to stay apart: it claims nothing."""
+"""The reason of a `close` after a check found that examples mix: the run claims nothing."""
 WHY_MIXED = (
     "a check while the run trained found that losses or gradients of examples depended on other "
     "examples, so no step of this run has a guarantee"
 )
 CLOSE_REASONS = ("finished", "budget_spent", "stopped", MIXED_EXAMPLES)
 RESTARTED = "restarted_from_step_0"
-"""A `session` with this field begins the run again at step 0, by permission: the checkpoints that the ledger knows were gone."""
+"""A `session` with this field begins the run again at step 0, by permission: the checkpoints that
+the ledger records were gone."""
 _close = functools.partial(math.isclose, rel_tol=1e-9)
 _STEP: dict[str, Kind] = {"step": is_count, "attempt": is_count}
 
 
 def _is_share(value: Any) -> bool:
-    """The owner of coordinates with the smallest norm beside its noise, of several (privacy/noise/refutation.py)."""
-    whole = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
+    """Returns whether `value` is a `smallest_share`, as privacy/noise/refutation.py reads it."""
+    has_fields = isinstance(value, dict) and value.keys() == {"owners", "coordinates", "norm"}
     return (
-        whole
+        has_fields
         and is_positive(value["owners"])
         and is_positive(value["coordinates"])
         and is_number(value["norm"])
@@ -100,18 +101,23 @@ _FIELDS: dict[str, dict[str, Kind]] = {
     "close": {"reason": lambda value: value in CLOSE_REASONS, "num_charged": is_count},
 }
 _BEHIND: dict[str, Kind] = {"file": str, "run": str, "lines": is_count, "hash": is_hex}
-"""How `open` names the ledger of a private run behind the initial weights."""
+"""The fields by which `open` names the ledger of a private run behind the initial weights."""
 _HEAD: dict[str, Kind] = {
     "method": str,
     "num_classes": is_positive,
     "covers?": (str, type(None)),
 }
-"""What `open` says of a private head (evaluation/private_head/), beside the options of its method."""
+"""Fields of `head`, which `open` has for a private head, beside the options of its method."""
 
 
 @dataclass(frozen=True)
 class Intent:
-    """One charged attempt: its line from 0, and what with the session's nonce (hex) names its coins."""
+    """A charged attempt.
+
+    Attributes:
+        seq: number of its line, from 0.
+        nonce: of its session, in hex; with step and attempt it names the attempt's coins.
+    """
 
     seq: int
     nonce: str
@@ -121,15 +127,20 @@ class Intent:
 
 @dataclass
 class LedgerState(ChainState):
-    """What the lines of a run's ledger say.
+    """The content of a run's ledger.
 
     Attributes:
         shared_seen: the last line (seq, hash) of the shared ledger at the newest session.
+        session_active: whether records of a program may follow: a session has begun, and no crash
+            has torn a line since.
         pending: the intent whose `done` has not come.
+        position_in_session: the last step that is done in the newest session.
         checkpointed_step: of the newest checkpoint since the run began, or began again at step 0.
-        reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a checkpoint before its first step,
-            and (line, None) of one that has a checkpoint to go on from.
-        checkpoints: (step, SHA-256 of its manifest) of every `checkpoint`, and the last line that records it.
+        reached: (line, step) of every `done`; also (line, 0) of a `session` that may write a
+            checkpoint before its first step, and (line, None) of one that has a checkpoint to go
+            on from.
+        checkpoints: (step, SHA-256 of its manifest) of every `checkpoint` -> the last line that
+            records it.
         torn_run: whether each of the torn lines that wait for their `repair` was charged.
         closed: the reason of the `close` record, which nothing can follow.
     """
@@ -153,9 +164,10 @@ class LedgerState(ChainState):
 
     @property
     def may_take_intent(self) -> bool:
-        """Whether an honest program could write an intent next, so that a torn line here is charged as one.
+        """Returns whether an honest program could write an intent next.
 
-        The bytes of a torn line do not decide this: an intent whose first letters were edited looks like another record.
+        A torn line at such a place is charged. The bytes of a torn line do not decide this: an
+        intent whose first letters were edited looks like another record.
         """
         plan = self.plan
         has_steps = self.position_in_session is None or self.position_in_session < plan.num_steps
@@ -165,7 +177,10 @@ class LedgerState(ChainState):
 
     @property
     def plan(self) -> PrivacyPlan:
-        """Returns the plan frozen in the `open` record, without a guarantee where examples were mixed."""
+        """Returns the frozen plan of the `open` record.
+
+        It has no guarantee where the run was closed because of mixed examples.
+        """
         plan = PrivacyPlan.from_frozen(self.opened["plan"])
         if self.closed != MIXED_EXAMPLES:
             return plan
@@ -173,36 +188,41 @@ class LedgerState(ChainState):
 
     @property
     def num_charged(self) -> int:
-        """Intents, done or not, and torn lines that may have been intents."""
+        """Counts intents, done or not, and torn lines that may have been intents."""
         return len(self.intents) + self.charged_torn
 
     def may_lack_record(self, step: int, line: int) -> bool:
-        """Whether a crash can have come between a checkpoint and its record.
+        """Returns whether a crash can have come between a checkpoint and its record.
 
-        Then it is of the step that its session had reached when it was written, and the ledger knows of nothing that comes after
-        it: a session begins with a record of the checkpoint that it goes on from, unless there is one.
+        Then the checkpoint is of the step that its session had reached when it was written, and the
+        ledger records no checkpoint of that step or a later one since: a session begins with a
+        record of the checkpoint that it goes on from, unless that record exists.
 
         Args:
-            line: the one that the checkpoint remembers, from 0; the ledger has it.
+            line: the line that the checkpoint remembers, from 0; the ledger has it.
         """
         place = bisect_right(self.reached, line, key=itemgetter(0)) - 1
         if place < 0 or self.closed is not None:
             return False
-        since, reached = self.reached[place]
-        return step == reached and all(
-            known < step for (known, _), at in self.checkpoints.items() if at > since
+        start_line, reached_step = self.reached[place]
+        if step != reached_step:
+            return False
+        return all(
+            recorded_step < step
+            for (recorded_step, _), record_line in self.checkpoints.items()
+            if record_line > start_line
         )
 
     def charged_groups(self) -> list[ReleaseGroup]:
-        """Everything charged, for the accountant, from the ledger alone: every intent has the planned noise."""
+        """Returns every charge for the accountant; each intent has the planned noise."""
         return [self.plan.release_group(self.num_charged)] if self.num_charged else []
 
     def epsilon(self) -> float | None:
-        """Epsilon of everything charged at the plan's delta; None when the plan makes no formal claim."""
+        """Returns the epsilon of all charges at the plan's delta; None without a formal claim."""
         plan = self.plan
-        return (
-            epsilon(self.charged_groups(), plan.accounted_delta) if plan.formal_guarantee else None
-        )
+        if not plan.formal_guarantee:
+            return None
+        return epsilon(self.charged_groups(), plan.accounted_delta)
 
     def check_record(self, record: dict[str, Any] | None) -> None:
         require(self.closed is None, "a record after the end" if record else "bytes after the end")
@@ -224,52 +244,63 @@ class LedgerState(ChainState):
                 if "head" in record:
                     require_fields({"type": "head"} | record["head"], _HEAD, exact=False)
                 try:
-                    recorded = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
+                    frozen_plan = PrivacyPlan.from_frozen(record["plan"]).frozen_fields()
                 except PrivacyConfigError as error:
                     raise LineRefused(f"the frozen plan is refused: {error}") from error
-                read, written = (
-                    json.dumps(plan, sort_keys=True)
-                    for plan in (recorded, with_constant_bound(record["plan"]))
-                )
-                # As 1, 1.0 and true have.
-                require(read == written, "a number of the frozen plan has another type")
+                # As text: 1, 1.0 and true are equal in Python, and not in a ledger.
+                plan_text = json.dumps(frozen_plan, sort_keys=True)
+                recorded_text = json.dumps(with_constant_bound(record["plan"]), sort_keys=True)
+                require(plan_text == recorded_text, "a number of the frozen plan has another type")
             case "session":
                 require(
                     record["nonce"] not in self.nonces,
                     "the session nonce was used before: coins would repeat",
                 )
-                named = ("shared_seq" in record) == ("shared_hash" in record)
-                require(named, "a line of a shared ledger is named by its number and its SHA-256")
+                require(
+                    ("shared_seq" in record) == ("shared_hash" in record),
+                    "a line of a shared ledger is named by its number and its SHA-256",
+                )
             case "intent":
                 self._check_order(record["step"], record["attempt"])
                 _check_releases(self.opened, record["releases"])
             case "done":
-                finished, pending = (record["step"], record["attempt"]), self.pending
-                is_pending = pending is not None and finished == (pending.step, pending.attempt)
+                pending = self.pending
+                attempt = (record["step"], record["attempt"])
+                is_pending = pending is not None and attempt == (pending.step, pending.attempt)
                 require(is_pending, "`done` without its intent just before")
-                stated, plan = self.opened.get("noised_coordinates"), self.opened["plan"]
-                told = stated is None or "noised_norm" in record or plan["noise_multiplier"] == 0
-                require(told, "`done` does not state the norm of what it noised")
+                # Ledgers of version 0.1 do not count coordinates, and state no norms.
+                states_norms = self.opened.get("noised_coordinates") is not None
+                has_noise = self.opened["plan"]["noise_multiplier"] != 0
+                require(
+                    "noised_norm" in record or not states_norms or not has_noise,
+                    "`done` does not state the norm of the noised gradient",
+                )
             case "checkpoint":
                 require(self.session_active, "a checkpoint outside of a session")
                 require(
                     record["step"] <= self.last_done_step, "a checkpoint of a step that is not done"
                 )
             case "repair":
-                repaired, expected = (
-                    (record["torn_lines"], record["charged"]),
-                    (len(self.torn_run), sum(self.torn_run)),
+                stated_counts = (record["torn_lines"], record["charged"])
+                torn_counts = (len(self.torn_run), sum(self.torn_run))
+                require(
+                    stated_counts == torn_counts,
+                    "the repair does not match the torn lines before it",
                 )
-                require(repaired == expected, "the repair does not match the torn lines before it")
             case "close":
-                same = record["num_charged"] == self.num_charged
-                require(same, "`close` states another number of charged intents")
+                require(
+                    record["num_charged"] == self.num_charged,
+                    "`close` states another number of charged intents",
+                )
 
     def _check_order(self, step: int, attempt: int) -> None:
-        """An intent repeats the pending step or follows the last done one; a new session may go back, and none skips a step."""
+        """Requires an intent to repeat the pending step or to follow the last one that is done.
+
+        A new session may go back, since its checkpoint may be older; none skips a step.
+        """
         require(self.session_active, "an intent outside of a session")
-        planned = self.opened["plan"]["num_steps"]
-        require(1 <= step <= planned, f"step {step} is not one of the planned {planned}")
+        num_steps = self.opened["plan"]["num_steps"]
+        require(1 <= step <= num_steps, f"step {step} is not one of the planned {num_steps}")
         if self.pending is not None:
             require(
                 step == self.pending.step, f"step {step} while step {self.pending.step} is not done"
@@ -283,14 +314,16 @@ class LedgerState(ChainState):
             require(
                 step <= self.last_done_step + 1, f"step {step} skips step {self.last_done_step + 1}"
             )
-        following = self.attempts[step]
-        require(attempt == following, f"attempt {attempt} of step {step}: {following} is next")
+        next_attempt = self.attempts[step]
+        require(
+            attempt == next_attempt, f"attempt {attempt} of step {step}: {next_attempt} is next"
+        )
 
     def take_record(self, record: dict[str, Any] | None, line: bytes) -> None:
         if record is None:
-            charged = self.may_take_intent
-            self.torn_run.append(charged)
-            self.charged_torn += charged
+            is_charged = self.may_take_intent
+            self.torn_run.append(is_charged)
+            self.charged_torn += is_charged
             return
         match record["type"]:
             case "session":
@@ -302,15 +335,16 @@ class LedgerState(ChainState):
                     self.checkpointed_step = None
                 self.reached.append((record["seq"], 0 if self.checkpointed_step is None else None))
                 self.session_active = True
-                self.pending = self.position_in_session = None
+                self.pending = None
+                self.position_in_session = None
             case "intent":
-                self.pending = Intent(
-                    record["seq"], self.nonces[-1], record["step"], record["attempt"]
-                )
+                nonce = self.nonces[-1]
+                self.pending = Intent(record["seq"], nonce, record["step"], record["attempt"])
                 self.intents.append(self.pending)
                 self.attempts[record["step"]] += 1
             case "done":
-                self.pending, self.position_in_session = None, record["step"]
+                self.pending = None
+                self.position_in_session = record["step"]
                 self.reached.append((record["seq"], record["step"]))
                 self.last_done_step = max(self.last_done_step, record["step"])
             case "checkpoint":
@@ -318,17 +352,22 @@ class LedgerState(ChainState):
                 self.checkpoints[record["step"], record["digest"]] = record["seq"]
             case "repair":
                 self.torn_run = []
-                # The program that tore the line is dead: only a new session, with a new nonce, can go on.
+                # The program that tore the line is dead: only a new session, with a new nonce, can
+                # go on.
                 self.session_active = False
-                self.pending = self.position_in_session = None
+                self.pending = None
+                self.position_in_session = None
             case "close":
                 self.closed = record["reason"]
 
 
 def read_state(data: bytes, name: str) -> LedgerState:
-    """Verifies all lines of a ledger; an unterminated last one is charged as its repair would charge it.
+    """Returns the state of a ledger after all of its lines are verified.
 
-    PrivacyStateRefused names the line that breaks the chain.
+    An unterminated last line is charged as its repair would charge it.
+
+    Raises:
+        PrivacyStateRefused: the chain breaks; the message names the line.
     """
     state = LedgerState()
     if tail := read_chain(data, state, name):
@@ -337,51 +376,64 @@ def read_state(data: bytes, name: str) -> LedgerState:
 
 
 def read_ledger_and_bytes(path: Path | str) -> tuple[LedgerState, bytes]:
-    """Verifies a ledger once, without writing to it."""
+    """Returns a ledger's verified state and the bytes that were verified; writes nothing."""
     with refusing(f"{path}: cannot read the ledger"):
-        data = Path(path).read_bytes()
-    return read_state(data, str(path)), data
+        content = Path(path).read_bytes()
+    return read_state(content, str(path)), content
 
 
 def read_ledger(path: Path | str) -> LedgerState:
+    """Returns the verified state of a ledger; writes nothing."""
     return read_ledger_and_bytes(path)[0]
 
 
 def noise_multiplier_of(releases: object) -> float:
-    """Joint std / sensitivity of a step's releases; LineRefused when they are not well formed."""
+    """Returns the joint std / sensitivity of a step's releases; LineRefused for malformed ones."""
     if not isinstance(releases, list) or not releases:
         raise LineRefused("an intent lists its releases")
-    ratios = []
+    noise_multipliers = []
     for release in releases:
         if not isinstance(release, dict) or set(release) != {"name", "std", "sensitivity"}:
             raise LineRefused("a release has name, std and sensitivity")
         if not isinstance(release["name"], str):
             raise LineRefused("the name of a release is text")
-        std, sensitivity = release["std"], release["sensitivity"]
+        std = release["std"]
+        sensitivity = release["sensitivity"]
         if not (is_number(std) and is_number(sensitivity) and std >= 0 and sensitivity > 0):
             raise LineRefused("std must be >= 0 and sensitivity > 0, both finite")
-        ratios.append(std / sensitivity)
-    return joint_noise_multiplier(ratios)
+        noise_multipliers.append(std / sensitivity)
+    return joint_noise_multiplier(noise_multipliers)
 
 
 def _check_releases(opened: Mapping[str, Any], releases: Any) -> None:
-    """A step releases what the plan says, to rounding: less noise breaks the claim, and more would lower epsilon unearned."""
-    plan, sigma = opened["plan"], noise_multiplier_of(releases)
-    if (
-        "head" in opened
-    ):  # statistics of other names and sensitivities; together they are worth the planned noise
+    """Requires the releases of a step to be those of the plan, to rounding.
+
+    Less noise breaks the claim, and more would lower epsilon unearned.
+    """
+    plan = opened["plan"]
+    sigma = noise_multiplier_of(releases)
+    # Statistics of a private head have other names and sensitivities; together they are worth the
+    # planned noise.
+    if "head" in opened:
         require(
             _close(sigma, plan["noise_multiplier"]),
             f"noise multiplier {sigma:g} is not the planned one",
         )
         return
-    planned = release_of_step(plan["noise_multiplier"], plan["max_grad_norm"])
+    planned_release = release_of_step(plan["noise_multiplier"], plan["max_grad_norm"])
     names = [release["name"] for release in releases]
-    require(names == [planned["name"]], f"a step of this plan releases {planned['name']}")
-    (stated,) = releases
     require(
-        _close(stated["std"], planned["std"])
-        and _close(stated["sensitivity"], planned["sensitivity"]),
-        f"{stated['name']} states noise of {stated['std']:g} for a sensitivity of {stated['sensitivity']:g}, where the "
-        f"plan has {planned['std']:g} for {planned['sensitivity']:g}",
+        names == [planned_release["name"]],
+        f"a step of this plan releases {planned_release['name']}",
+    )
+    (release,) = releases
+    std = release["std"]
+    sensitivity = release["sensitivity"]
+    has_planned_std = _close(std, planned_release["std"])
+    has_planned_sensitivity = _close(sensitivity, planned_release["sensitivity"])
+    stated_noise = f"{release['name']} states noise of {std:g} for a sensitivity of {sensitivity:g}"
+    planned_noise = f"{planned_release['std']:g} for {planned_release['sensitivity']:g}"
+    require(
+        has_planned_std and has_planned_sensitivity,
+        f"{stated_noise}, where the plan has {planned_noise}",
     )

@@ -12,14 +12,20 @@ from ..files import durable
 from ..plan.numbers import PrivacyPlan, require_equal, with_constant_bound
 from ..sampling.keys import SamplingKey
 from .ledger import PROGRAM_START, Ledger
-from .members import not_in_ledger, not_recorded, read_lines
+from .members import ledger_gap, read_lines, record_gap
 from .records import read_ledger
 from .shared import Membership, SharedLedger
 
 
 @dataclass(frozen=True)
 class SharedTerms:
-    """A run's part in a shared ledger (privacy/ledger/shared.py)."""
+    """A run's part in a shared ledger (privacy/ledger/shared.py).
+
+    Attributes:
+        name: of the run, for the list of siblings.
+        fixed_in_advance: whether the owner declares that the run's parameters were fixed before any
+            output of the other runs was seen.
+    """
 
     path: Path | str
     name: str
@@ -37,31 +43,36 @@ def open_run_state(
     has_checkpoint: bool = False,
     members: Path | None = None,
     shared: SharedTerms | None = None,
-    mended: bool = True,
+    mend_at_once: bool = True,
 ) -> tuple[Ledger, SamplingKey]:
-    """Opens the privacy state of a run folder, or creates it for a new one. The caller holds the run's lock.
+    """Opens the privacy state of a run folder, or creates it for a new run.
+
+    The caller holds the run's lock. A new run that is refused, also by the shared ledger, leaves no
+    ledger. A crash at any point of the creation leaves a folder that the next call accepts
+    (docs/ledger.md).
 
     Args:
         plan: must equal the frozen one of an existing ledger.
-        data_manifest: what identifies the data exactly (shard sizes and hashes); enters the ledger as HMAC only.
+        data_manifest: identifies the data exactly (shard sizes and hashes); enters the ledger as
+            HMAC only.
         open_fields: further fields of a new `open` record (code commit, ...); no private data.
-        shared: the data owner's ledger, where the run's whole budget is reserved before this returns; a run without a
-            guarantee is counted there, if the owner permits such runs.
+        shared: the data owner's ledger, where the run's whole budget is reserved before this
+            returns; a run without a guarantee is counted there, if the owner permits such runs.
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
-        members: the private record of attempts (privacy/ledger/members.py), made here for a new ledger and compared with
-            an existing one; None for a program that keeps none.
-        mended: whether an existing ledger is mended at once; otherwise `Ledger.mend` is the caller's, after its own checks.
+        members: the private record of attempts (privacy/ledger/members.py), made here for a new
+            ledger and compared with an existing one; None for a program that keeps none.
+        mend_at_once: whether an existing ledger is mended at once; otherwise the caller calls
+            `Ledger.mend` after its own checks.
 
     Raises:
-        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit together (exit 4).
-        PrivacyConfigError: the plan, the data or the shared ledger differ from the frozen ones (exit 2).
+        PrivacyStateRefused: ledger, key, mirror, checkpoints and record of attempts do not fit
+            together (exit 4).
+        PrivacyConfigError: the plan, the data or the shared ledger differ from the frozen ones
+            (exit 2).
         BudgetSpent: the shared ledger has no room for the run (exit 3).
-
-    A new run that is refused, also by the shared ledger, leaves no ledger. A crash at any point of the creation leaves a folder
-    that the next call accepts: the key is staged and an empty record of attempts made first, the ledger commits to the key, the
-    budget is reserved, then the staged key gets its name. A run without a ledger has drawn no coin.
     """
-    ledger_path, key_path = Path(ledger_path), Path(key_path)
+    ledger_path = Path(ledger_path)
+    key_path = Path(key_path)
     owner = None if shared is None else SharedLedger(shared.path)
     identity = None if owner is None else owner.read().identity
     is_new = not ledger_path.exists()
@@ -70,51 +81,61 @@ def open_run_state(
             raise PrivacyStateRefused(
                 f"{ledger_path}: a checkpoint without its ledger; what it spent is unknown"
             )
-        state, key = None, SamplingKey.stage(key_path)
+        state = None
+        key = SamplingKey.stage(key_path)
         if members is not None:
-            # An empty record, durable before the ledger, so that no honest crash leaves a ledger without it.
+            # An empty record, durable before the ledger, so that no honest crash leaves a ledger
+            # without it.
             with refusing(f"{members}: cannot create the record of attempts"):
                 if members.exists() and members.stat().st_size:
-                    gone = "attempts were recorded, and the ledger that charged them is gone"
-                    raise PrivacyStateRefused(f"{members}: {gone}")
+                    raise PrivacyStateRefused(
+                        f"{members}: attempts were recorded, and the ledger that charged them is "
+                        "gone"
+                    )
                 durable.unlink(members)
                 durable.write_new(members, b"", 0o600)
     else:
-        # Everything is compared before anything is written, so that what is refused stays as it was.
+        # All comparisons come before the first write: a refused start leaves all files unchanged.
         state = read_ledger(ledger_path)
-        frozen = (
-            f"{ledger_path}: privacy fields are frozen, so give the old value or another run folder"
+        require_equal(
+            with_constant_bound(state.opened["plan"]),
+            plan.frozen_fields(),
+            f"{ledger_path}: privacy fields are frozen, so give the old value or another run "
+            "folder",
         )
-        require_equal(with_constant_bound(state.opened["plan"]), plan.frozen_fields(), frozen)
         key = SamplingKey.load(key_path, state.opened["key_commitment"])
         if state.opened.get("data_hmac") != key.hmac(data_manifest):
             raise PrivacyConfigError(
-                f"{ledger_path}: the data are not those that the run was opened with: give those, or another run folder"
+                f"{ledger_path}: the data are not those that the run was opened with: give those, "
+                "or another run folder"
             )
         if state.opened.get("shared_ledger") != identity:
             raise PrivacyConfigError(
                 f"{ledger_path}: not the shared ledger (privacy.shared_ledger) it was opened with"
             )
         if members is not None:
-            contradiction = not_in_ledger(read_lines(members), state) or not_recorded(
-                state, read_lines(members)
-            )
-            if contradiction:
+            contradiction = ledger_gap(read_lines(members), state)
+            if contradiction is None:
+                contradiction = record_gap(state, read_lines(members))
+            if contradiction is not None:
                 raise PrivacyStateRefused(
-                    f"{ledger_path} and {members} contradict each other: {contradiction}; restore both from one backup"
+                    f"{ledger_path} and {members} contradict each other: {contradiction}; restore "
+                    "both from one backup"
                 )
-    with contextlib.ExitStack() as failing:
-        run = key.commitment()
-        with contextlib.ExitStack() as joining:
+    run = key.commitment()
+    with contextlib.ExitStack() as cleanup:
+        with contextlib.ExitStack() as reservation:
             if owner is not None and shared is not None:
-                time, fixed = (
-                    PROGRAM_START if state is None else state.opened["time_utc"],
-                    shared.fixed_in_advance,
+                opening_time = PROGRAM_START if state is None else state.opened["time_utc"]
+                reserving = owner.reserving(
+                    run,
+                    shared.name,
+                    plan,
+                    state,
+                    fixed_in_advance=shared.fixed_in_advance,
+                    time_utc=opening_time,
                 )
-                joined = owner.joined(
-                    run, shared.name, plan, state, fixed_in_advance=fixed, time_utc=time
-                )
-                joining.enter_context(joined)
+                reservation.enter_context(reserving)
             if is_new:
                 fields = {
                     "plan": plan.frozen_fields(),
@@ -126,12 +147,13 @@ def open_run_state(
                 }
                 ledger = Ledger.create(ledger_path, fields, mirror)
             else:
-                ledger = Ledger.open(ledger_path, mirror, mended=mended)
-            failing.callback(ledger.release)
+                ledger = Ledger.open(ledger_path, mirror, mend_at_once=mend_at_once)
+            # Should the reservation or a later write fail, the files are closed.
+            cleanup.callback(ledger.release)
         SamplingKey.publish(key_path)
         if owner is not None:
             ledger.witness = Membership(owner, run, ledger)
-            if mended:
+            if mend_at_once:
                 ledger.witness.mend()
-        failing.pop_all()
+        cleanup.pop_all()
     return ledger, key

@@ -1,13 +1,9 @@
-"""A data owner's ledger over several runs on the same data: nobody touches the data before its whole budget is reserved.
+"""A data owner's ledger over several runs on the same data, which reserves each run's whole budget.
 
-Every change happens under an exclusive file lock and is durable before it is relied on; the form of the lines is
-privacy/ledger/chain.py's. What a run did not use is not given back: whether it saw the data cannot be proven.
-
-A run is named by the commitment of its sampling key, so a resume finds its own reservation. So does every copy of its folder:
-`Membership` keeps two of them from spending it. A run's sessions remember the last line here, so lines that were cut off are
-missed at its next start.
-
-The records are in privacy/ledger/shared_records.py.
+Every change happens under an exclusive file lock and is durable before it is relied on. A run
+reserves before it reads the data; unused budget is not given back, since nothing proves that the
+run did not see the data. docs/ledger.md says how copies of a run and cut lines are found; the
+records are in privacy/ledger/shared_records.py.
 """
 
 import contextlib
@@ -29,7 +25,11 @@ from .shared_records import FORMAT, UNIT, Reservation, SharedState
 
 
 class SharedLedger:
-    """One owner's file. What writes locks it, reads and verifies all of it, and appends at most one line; reports only look."""
+    """A data owner's file.
+
+    Each method that writes locks the file, verifies all of it, and appends at most one line.
+    Reports only read it (`read_unlocked`).
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -44,18 +44,24 @@ class SharedLedger:
         informal_runs: bool = False,
         mirror: Path | str | None = None,
     ) -> Self:
-        """The owner's first line: the most that all runs together may spend, and whether runs that no total covers are permitted.
+        """Writes the owner's first line and returns the ledger.
 
         Args:
-            mirror: a second copy, best on another file system: it finds lines that were cut off, whoever comes next.
+            epsilon, delta: the most that all runs together may spend.
+            informal_runs: whether runs that no total covers are permitted.
+            mirror: a second copy, best on another file system: it finds lines that were cut off.
 
-        Raises: PrivacyConfigError (exit 2): the file or its mirror exists, or the budget makes no sense.
+        Raises:
+            PrivacyConfigError: the file or its mirror exists, or the budget makes no sense
+                (exit 2).
         """
         if not (0 < epsilon < float("inf") and 0 < delta < 1):
             raise PrivacyConfigError(
-                f"a shared ledger needs a positive finite epsilon and a delta between 0 and 1, not {epsilon:g} and {delta:g}"
+                "a shared ledger needs a positive finite epsilon and a delta between 0 and 1, not "
+                f"{epsilon:g} and {delta:g}"
             )
-        if Path(path).exists():
+        path = Path(path)
+        if path.exists():
             raise PrivacyConfigError(
                 f"{path} exists already; to see it: shared_ledger.py show {path}"
             )
@@ -66,24 +72,24 @@ class SharedLedger:
             "unit": UNIT,
             "adjacency": ADJACENCY,
         }
-        fields |= {"informal_runs": True} if informal_runs else {}
-        if not Path(path).parent.is_dir():
+        if informal_runs:
+            fields["informal_runs"] = True
+        if not path.parent.is_dir():
             raise PrivacyConfigError(f"{path}: make its folder first")
         if mirror is not None:
-            second = Path(mirror).resolve()
-            require_distinct_files({"the shared ledger": Path(path), "its mirror": second})
-            if second.exists() and second.stat().st_size:
+            mirror_path = Path(mirror).resolve()
+            require_distinct_files({"the shared ledger": path, "its mirror": mirror_path})
+            if mirror_path.exists() and mirror_path.stat().st_size:
                 raise PrivacyConfigError(
-                    f"{second}: exists; a mirror of a new shared ledger is a new file"
+                    f"{mirror_path}: exists; a mirror of a new shared ledger is a new file"
                 )
-            if not second.exists():
-                create_mirror(second)
-            fields["mirror"] = str(second)
-        created = datetime.now(UTC).isoformat(
-            timespec="milliseconds"
-        )  # no run has looked at the data yet
+            if not mirror_path.exists():
+                create_mirror(mirror_path)
+            fields["mirror"] = str(mirror_path)
+        # A clock is public here: no run has looked at the data yet.
+        time_utc = datetime.now(UTC).isoformat(timespec="milliseconds")
         try:
-            create_chain(Path(path), SharedState(), created, fields)
+            create_chain(path, SharedState(), time_utc, fields)
         except (OSError, LineRefused) as error:
             reason = error.strerror if isinstance(error, OSError) else None
             raise PrivacyConfigError(
@@ -92,244 +98,304 @@ class SharedLedger:
         return cls(path)
 
     def mirror(self) -> Path | None:
-        """Where the owner's mirror lies, as the first line says; PrivacyStateRefused when that cannot be read."""
+        """Returns the path of the owner's mirror, which the first line names.
+
+        Raises:
+            PrivacyStateRefused: the first line cannot be read.
+        """
         state = SharedState()
         with refusing(f"{self.path}: cannot read the shared ledger"):
+            # A pipe would block.
             if self.path.exists() and not self.path.is_file():
-                raise OSError("it is no regular file")  # a pipe would block
+                raise OSError("it is not a regular file")
             with self.path.open("rb") as file:
                 read_chain(file.readline(), state, str(self.path))
         return state.mirror
 
     def read(self) -> SharedState:
-        """The verified state, durable, for a decision; writes nothing. PrivacyStateRefused names a line that breaks the chain."""
+        """Returns the verified state, durable, for a decision; writes nothing.
+
+        Raises:
+            PrivacyStateRefused: the chain breaks; the message names the line.
+        """
         with self.locked() as chain:
             return chain.state
 
-    def look(self) -> SharedState:
-        """The verified state as it lies there, for a report: without lock and repair; a line being written is left out.
+    def read_unlocked(self) -> SharedState:
+        """Returns the verified state for a report, without lock and repair.
 
-        Raises: PrivacyStateRefused as `read`, also where the owner's mirror does not fit.
+        A line that is being written is left out.
+
+        Raises:
+            PrivacyStateRefused: the chain breaks, or the owner's mirror does not fit.
         """
         state = SharedState()
         with refusing(f"{self.path}: cannot read the shared ledger"):
             read_chain(self.path.read_bytes(), state, str(self.path))
             if state.mirror is not None:
-                copied = state.mirror.read_bytes()  # it grows after the file, which is read again
-                if not self.path.read_bytes().startswith(copied):
+                # The mirror grows after the file, so the file is read again after the mirror.
+                copy = state.mirror.read_bytes()
+                if not self.path.read_bytes().startswith(copy):
                     raise PrivacyStateRefused(
                         f"{state.mirror}: the mirror differs from {self.path}"
                     )
         return state
 
     @contextlib.contextmanager
-    def joined(
+    def reserving(
         self,
         run: str,
         name: str,
         plan: PrivacyPlan,
-        seen: LedgerState | None = None,
+        run_state: LedgerState | None = None,
         *,
         fixed_in_advance: bool = False,
         time_utc: str = PROGRAM_START,
     ) -> Iterator[None]:
-        """Surrounds the making or opening of a run's own ledger, before the run reads the data: reserves its whole budget or,
-        without a guarantee, counts it where the owner permits it. Once: a later call for the same run only compares.
+        """Reserves a run's whole budget around its body, which makes or opens the run's own ledger.
 
-        What is refused is refused before the body, so that no ledger is opened for it; the reservation is written after the
-        body, and a torn line is ended no earlier: it reserves nothing, so the budget is judged the same with and without its
-        end. Nobody else uses the file meanwhile.
+        It comes before the run reads the data. A run without a guarantee is counted instead, where
+        the owner permits it. A later call for the same run only compares.
+
+        A refusal comes before the body, so that no ledger is opened for a refused run. The
+        reservation is written after the body, and a torn line is ended no earlier: it reserves
+        nothing, so the budget is judged the same with and without its end. The file stays locked
+        throughout.
 
         Args:
             run: commitment of the run's sampling key.
             name: for the list of siblings; public.
-            seen: what the run's own ledger says; None for a new one.
-            fixed_in_advance: the owner's word that these parameters were fixed before any output of the other runs was seen.
+            run_state: of the run's own ledger; None for a new run.
+            fixed_in_advance: whether the owner declares that these parameters were fixed before any
+                output of the other runs was seen.
             time_utc: of the run's `open` record, read before any data were.
 
         Raises:
-            PrivacyConfigError: no formal guarantee where the owner permits none, or more than the total even alone (exit 2).
-            BudgetSpent: the total has no room for it next to the other reservations (exit 3).
-            PrivacyStateRefused: the reservation differs from the recorded one, lines that the run has seen here are gone, or the
-                file is refused (exit 4).
+            PrivacyConfigError: no formal guarantee where the owner permits none, or more than the
+                total even alone (exit 2).
+            BudgetSpent: the total has no room for the run next to the other reservations (exit 3).
+            PrivacyStateRefused: the reservation differs from the recorded one, lines that the run
+                has seen here are gone, or the file is refused (exit 4).
         """
         with self.locked() as chain:
             state = chain.state
-            if seen is not None:
-                self.require_remembered(seen, state)
-            kind, entry = "reserve", None
+            if run_state is not None:
+                self.require_remembered(run_state, state)
+            kind = "reserve"
+            fields: dict[str, Any] | None = None
             if plan.formal_guarantee or not state.opened.get("informal_runs"):
-                entry = self._reservation(state, run, name, plan, fixed_in_advance)
-            elif not state.knows(run):  # trained anew under its name it is another run
-                kind, entry = "informal", {"run": run, "name": name, "reason": plan.reasons[0]}
+                fields = self._reservation(state, run, name, plan, fixed_in_advance)
+            elif not state.knows(run):
+                # A run that is trained anew under its name has another key, and counts again.
+                kind = "informal"
+                fields = {"run": run, "name": name, "reason": plan.reasons[0]}
             yield
-            if entry is not None:
+            if fields is not None:
                 chain.mend()
-                chain.append(kind, time_utc, entry)
+                chain.append(kind, time_utc, fields)
 
     def require_remembered(self, state: LedgerState, shared: SharedState) -> None:
-        """PrivacyStateRefused when this file, read as `shared`, no longer holds what a run with the ledger `state` saw in it."""
-        run, seen = state.opened["key_commitment"], state.shared_seen
-        lost = seen is not None and (
-            seen[0] >= shared.num_lines or shared.hashes[seen[0]] != seen[1]
-        )
-        if lost or (state.nonces and not shared.knows(run)):
+        """Refuses a shared ledger that lacks lines which a run has seen or written.
+
+        Args:
+            state: of the run's own ledger.
+            shared: of this file.
+
+        Raises:
+            PrivacyStateRefused: lines are gone.
+        """
+        run = state.opened["key_commitment"]
+        is_cut = False
+        if state.shared_seen is not None:
+            seq, line_hash = state.shared_seen
+            is_cut = seq >= shared.num_lines or shared.hashes[seq] != line_hash
+        if is_cut or (state.nonces and not shared.knows(run)):
             raise PrivacyStateRefused(
-                f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or written; bring back the newest copy"
+                f"{self.path}: rolled back: lines are gone that run {run[:12]} has seen or "
+                "written; bring back the newest copy"
             )
 
     def _reservation(
         self, state: SharedState, run: str, name: str, plan: PrivacyPlan, fixed_in_advance: bool
     ) -> dict[str, Any] | None:
-        """The fields of the reservation; None where it is there already."""
+        """Returns the fields of a new reservation; None for a run that has reserved already."""
         total = state.opened["epsilon"]
         if not plan.formal_guarantee:
-            reason = plan.reasons[0]
             raise PrivacyConfigError(
-                f"{self.path}: a run without a formal guarantee cannot reserve: {reason}"
+                f"{self.path}: a run without a formal guarantee cannot reserve: {plan.reasons[0]}"
             )
-        # What can have been fixed in advance: in a study's own ledger only the points of its grid were, and a point of a grid is
-        # one run: whoever trains it anew has seen what came of it.
-        outside = "" in state.grids and name not in state.grids[""]
-        again = name in state.names and any(name in names for names in state.gridded.values())
-        adaptive = bool(state.reservations) and (outside or again or not fixed_in_advance)
+        # In a study's own ledger only the points of its grid were fixed in advance, and a point of
+        # a grid is one run: a second training of the same point comes after the first one's output.
+        is_outside_grid = "" in state.grids and name not in state.grids[""]
+        is_point = any(name in names for names in state.gridded.values())
+        is_repeated = is_point and name in state.names
+        is_chosen = is_outside_grid or is_repeated or not fixed_in_advance
+        # The first run has seen no output of another.
+        adaptive = bool(state.reservations) and is_chosen
         group = plan.release_group(plan.max_intents)
         reservation = Reservation(run, name, "", group, plan.noise_tail_delta, adaptive)
-        earlier = state.reservations.get(run)
-        if earlier is not None:
-            if (earlier.group, earlier.noise_tail_delta) != (group, plan.noise_tail_delta):
+        own_reservation = state.reservations.get(run)
+        if own_reservation is not None:
+            has_other_delta = own_reservation.noise_tail_delta != plan.noise_tail_delta
+            if own_reservation.group != group or has_other_delta:
                 raise PrivacyStateRefused(
                     f"{self.path}: this run reserved other releases than it plans"
                 )
             return None
-        alone = replace(state, reservations={}).epsilon(replace(reservation, adaptive=False))
-        if alone > total:
-            never = f"the run alone needs epsilon {rounded_up(alone)} of {total:g}: it never fits"
-            raise PrivacyConfigError(f"{self.path}: {never}")
-        together = state.epsilon(reservation)
-        if together > total:
-            by_filter = adaptive or any(entry.adaptive for entry in state.reservations.values())
-            no_delta = f"; at a total of {total:g} the caps of the batches leave no delta: an RDP filter needs less"
-            accounting = "the RDP filter" if by_filter else "PLD"
-            raise BudgetSpent(
-                f"{self.path}: with this run epsilon {rounded_up(together)} by {accounting} would be "
-                f"reserved of {total:g} ({len(state.reservations)} runs reserved {rounded_up(state.epsilon())})"
-                f"{no_delta if together == float('inf') else ''}"
+        empty_state = replace(state, reservations={})
+        epsilon_alone = empty_state.epsilon(replace(reservation, adaptive=False))
+        if epsilon_alone > total:
+            raise PrivacyConfigError(
+                f"{self.path}: the run alone needs epsilon {rounded_up(epsilon_alone)} of "
+                f"{total:g}: it never fits"
             )
-        return {name: value for name, value in asdict(reservation).items() if name != "time_utc"}
+        epsilon_together = state.epsilon(reservation)
+        if epsilon_together > total:
+            reservations = state.reservations.values()
+            uses_filter = adaptive or any(entry.adaptive for entry in reservations)
+            accounting = "the RDP filter" if uses_filter else "PLD"
+            claim = f"epsilon {rounded_up(epsilon_together)} by {accounting}"
+            sibling_total = f"{len(reservations)} runs reserved {rounded_up(state.epsilon())}"
+            hint = ""
+            if epsilon_together == float("inf"):
+                hint = (
+                    f"; at a total of {total:g} the caps of the batches leave no delta: an RDP "
+                    "filter needs less"
+                )
+            raise BudgetSpent(
+                f"{self.path}: with this run {claim} would be reserved of {total:g} "
+                f"({sibling_total}){hint}"
+            )
+        fields = asdict(reservation)
+        # The time is in the header of the record.
+        del fields["time_utc"]
+        return fields
 
     def freeze_grid(
-        self, study: str, points: Mapping[str, str], *, begun: bool
+        self, study: str, points: Mapping[str, str], *, has_runs: bool
     ) -> Mapping[str, str]:
-        """Fixes a study's points until one of its runs is known to have begun; returns those that bind from now on.
+        """Fixes a study's points until one of its runs has begun; returns the points that bind.
 
         Args:
             study: "" when the ledger is the study's own, so that any run counts as one of its runs.
             points: name -> digest of the recipe.
-            begun: whether anything outside of this ledger shows a run.
+            has_runs: whether anything outside of this ledger shows a run.
         """
-        with self.locked() as chain:  # a study that is refused later leaves the file as it was
+        with self.locked() as chain:
             state = chain.state
-            frozen = state.grids.get(study, {})
-            if frozen != points and not begun and not state.has_begun(study):
-                chain.mend()
-                chain.append("grid", PROGRAM_START, {"study": study, "points": dict(points)})
-                return points
-            return frozen
+            frozen_points = state.grids.get(study, {})
+            if frozen_points == points or has_runs or state.has_begun(study):
+                return frozen_points
+            # No earlier, so that a study that is refused leaves the file as it was.
+            chain.mend()
+            chain.append("grid", PROGRAM_START, {"study": study, "points": dict(points)})
+            return points
 
     def summary(self, run: str | None = None) -> dict[str, Any]:
-        """Total, reserved epsilon and all runs, this one marked, for report and card; the file is read alone (`look`)."""
-        state = self.look()
-        entries = list(state.reservations.values())
-        return {
-            **{name: state.opened[name] for name in ("epsilon", "delta", "unit", "adjacency")},
-            "identity": state.identity,
-            "rdp_order": state.rdp_order(entries[0].group) if entries else None,
-            "accounting": "rdp_filter" if any(entry.adaptive for entry in entries) else "pld",
-            "epsilon_reserved": state.epsilon(),
-            "runs": [
+        """Returns total, reserved epsilon and all runs, for report and card; only reads (`read_unlocked`).
+
+        Args:
+            run: commitment of the key of the run that is marked.
+        """
+        state = self.read_unlocked()
+        reservations = list(state.reservations.values())
+        rdp_order = state.rdp_order(reservations[0].group) if reservations else None
+        uses_filter = any(entry.adaptive for entry in reservations)
+        empty_state = replace(state, reservations={})
+        runs = []
+        for entry in reservations:
+            epsilon_alone = empty_state.epsilon(replace(entry, adaptive=False))
+            runs.append(
                 {
                     "run": entry.run,
                     "name": entry.name,
                     "time_utc": entry.time_utc,
                     "is_this_run": entry.run == run,
                     "chosen_after_outputs": entry.adaptive,
-                    "epsilon": replace(state, reservations={}).epsilon(
-                        replace(entry, adaptive=False)
-                    ),
+                    "epsilon": epsilon_alone,
                     **asdict(entry.group),
                 }
-                for entry in entries
-            ],
-            "informal_runs": [
-                {"name": name, "reason": reason} for name, reason in state.informal.values()
-            ],
+            )
+        informal_runs = [
+            {"name": name, "reason": reason} for name, reason in state.informal.values()
+        ]
+        return {
+            **{name: state.opened[name] for name in ("epsilon", "delta", "unit", "adjacency")},
+            "identity": state.identity,
+            "rdp_order": rdp_order,
+            "accounting": "rdp_filter" if uses_filter else "pld",
+            "epsilon_reserved": state.epsilon(),
+            "runs": runs,
+            "informal_runs": informal_runs,
         }
 
     def locked(self) -> ChainFile[SharedState]:
-        """The file and the owner's mirror of it, verified; in a `with` statement, nobody else uses them inside."""
+        """Returns file and mirror, verified and locked until the end of a `with` statement."""
         return ChainFile(self.path, SharedState(), "shared ledger", lambda state: state.mirror)
 
 
 class Membership:
-    """A run's part in a shared ledger: only one copy of the run spends what was reserved. The witness of its own ledger.
+    """A run's part in a shared ledger: the witness of its own ledger.
 
-    The run's own ledger comes first, always, and then the shared one. So what is noted there is behind an honest run or level
-    with it, wherever a crash fell, and a ledger without the noted line is that of a copy or of a backup: exit 4. Noted are the
-    `session` record of a start, whose nonce no copy can have, every checkpoint, and the end; a run that is closed there cannot
-    go on. A run whose program died between the two `close` is closed here by the next start, once that is judged.
+    Only one copy of the run spends the reservation: the newest `start` owns it, and an older
+    session is refused at its next intent. The run's own ledger is written first, always, and then
+    the shared one, so that an honest run is level with its notes here or ahead of them
+    (docs/ledger.md).
 
-    Between two checkpoints nothing is noted. A backup from between them, restored after a kill before the next one, can repeat
-    the steps between without a charge; a mirror of the run's ledger (`privacy.ledger_mirror`) finds that too.
-
-    The newest `start` of a run owns its reservation. An older session is refused at its next intent, which costs one look at the
-    file's size where nobody else has written: at most the step that is under way is released in addition to the newer session's.
-
-    Raises (everywhere): PrivacyStateRefused (exit 4): another copy went on, or the run is closed, or the file is refused.
+    Every method raises PrivacyStateRefused (exit 4): another copy went on, or the run is closed, or
+    the file is refused.
     """
 
     def __init__(self, shared: SharedLedger, run: str, ledger: Ledger) -> None:
-        self._shared, self._run, self._ledger = shared, run, ledger
+        self._shared = shared
+        self._run = run
+        self._ledger = ledger
         self._start: tuple[int, str] | None = None
-        self._looked: tuple[int, int, int] | None = None
+        # Of the file as it was read last: device, inode, size.
+        self._file_status: tuple[int, int, int] | None = None
         with shared.locked() as chain:
             self._require_no_fork(chain.state)
 
     def mend(self) -> None:
-        """Closes the run here too, where a crash came between the two `close`."""
-        run, is_closed = self._run, self._ledger.state.closed is not None
+        """Closes the run in the shared ledger too, where a crash came between the two `close`."""
+        is_closed = self._ledger.state.closed is not None
         with self._shared.locked() as chain:
-            self._require_no_fork(chain.state)
-            if is_closed and run in chain.state.starts and run not in chain.state.closed:
+            state = chain.state
+            self._require_no_fork(state)
+            has_started = self._run in state.starts
+            if is_closed and has_started and self._run not in state.closed:
                 self._append(chain, "close")
 
     def session_fields(self) -> dict[str, Any]:
-        """The last line of the shared ledger: everything before it must still be there at the next start."""
+        """Returns the last line of the shared ledger, which must still be there at later starts."""
         state = self._shared.read()
         return {"shared_seq": len(state.hashes) - 1, "shared_hash": state.hashes[-1]}
 
     def before_intent(self) -> None:
-        """Nobody else has taken the reservation over."""
-        # Before the reading: what is written after it is read the next time. Over NFS opening is what asks the server.
+        """Refuses an intent after a newer session has taken the reservation over."""
+        # The status comes before the reading, so that a later write is read the next time. Over
+        # NFS, opening the file asks the server.
         with (
             refusing(f"{self._shared.path}: cannot use the shared ledger"),
             self._shared.path.open("rb") as file,
         ):
             status = os.fstat(file.fileno())
-        identity = status.st_dev, status.st_ino, status.st_size
-        if self._looked != identity:
+        file_status = (status.st_dev, status.st_ino, status.st_size)
+        if self._file_status != file_status:
             with self._shared.locked() as chain:
                 self._require_own(chain.state)
-            self._looked = identity
+            self._file_status = file_status
 
     def note(self, kind: Literal["start", "at", "close"]) -> None:
-        """Notes where the run's ledger stands: at a `session`, at a `checkpoint`, or at the end.
+        """Writes the last line of the run's ledger down: at a session, at a checkpoint, at the end.
 
-        A `start` takes the reservation over, and its nonce, which was not handed out yet, no copy can have.
+        A `start` takes the reservation over. No copy can have its nonce, which was not handed out
+        yet.
         """
         with self._shared.locked() as chain:
             if kind == "start":
-                self._start = None  # the newest start becomes this session's
+                # The newest start becomes this session's.
+                self._start = None
             self._require_own(chain.state)
             self._append(chain, kind)
             if kind == "start":
@@ -345,8 +411,8 @@ class Membership:
         self._require_no_fork(state)
         if self._start is not None and state.starts.get(self._run) != self._start:
             raise PrivacyStateRefused(
-                f"{self._shared.path}: its newest start of this run is not this session's: another copy has started since, or "
-                "the file was rolled back; this one stops"
+                f"{self._shared.path}: its newest start of this run is not this session's: another "
+                "copy has started since, or the file was rolled back; this one stops"
             )
 
     def _require_no_fork(self, state: SharedState) -> None:
@@ -361,5 +427,5 @@ class Membership:
                 ) from error
         if self._run in state.closed and self._ledger.state.closed is None:
             raise PrivacyStateRefused(
-                f"{self._shared.path}: this run is closed; what would go on is an older copy of it"
+                f"{self._shared.path}: this run is closed; this is an older copy of it"
             )

@@ -1,11 +1,9 @@
-"""The records of a data owner's shared ledger, and the one order of them that is legal; privacy/ledger/shared.py writes them.
+"""The records of a data owner's shared ledger and their one legal order; shared.py writes them.
 
-`open` (total epsilon and delta, unit, adjacency; where the owner chose them a mirror and the permission for runs without a
-guarantee), `reserve` (a run's releases, its reserve for crashes included), `informal` (a run
-without a guarantee reads the data: it is counted, and no total covers it), `grid` (the points of a study, fixed before any of
-them ran), and where a run's own ledger stands: `start` at a start of the program, `at` at a checkpoint, `close` at the end for
-good. The last two carry the time of their `start`: durations may be private (contract 12). A torn line was never acknowledged,
-so its run never began, and it is charged nothing.
+`open` (budget, unit, adjacency; the owner's mirror and permissions), `reserve` (a run's releases,
+its reserve for crashes included), `informal` (a run without a guarantee, which no total covers),
+`grid` (a study's points), and the last line of a run's own ledger at a `start` of the program, at a
+checkpoint (`at`) and at the end (`close`). docs/ledger.md explains each.
 """
 
 import json
@@ -51,7 +49,12 @@ _FIELDS: dict[str, dict[str, Kind]] = {
 
 @dataclass(frozen=True)
 class Reservation:
-    """What one run may spend at most."""
+    """The most that one run may spend.
+
+    Attributes:
+        run: commitment of the run's sampling key.
+        adaptive: whether the run's parameters may depend on outputs of earlier runs.
+    """
 
     run: str
     name: str
@@ -63,11 +66,12 @@ class Reservation:
 
 @dataclass
 class SharedState(ChainState):
-    """What the lines of a shared ledger say.
+    """The content of a shared ledger.
 
     Attributes:
-        informal: run -> (name, reason): those that nothing covers.
-        positions: run -> (seq, hash) of the last line of its own ledger that was noted here.
+        reservations: run -> its reservation.
+        informal: run -> (name, reason) of the runs that no total covers.
+        positions: run -> (seq, hash) of the newest line of its own ledger that is noted here.
         starts: run -> (seq, hash) of its newest `start` here.
         closed: runs that have ended for good.
         grids: study -> point -> digest of its recipe.
@@ -85,43 +89,51 @@ class SharedState(ChainState):
 
     @property
     def identity(self) -> str:
-        """The hash of the first line: what a run's own ledger remembers."""
+        """Returns the hash of the first line, which a run's own ledger names."""
         return self.hashes[0]
 
     @property
     def mirror(self) -> Path | None:
-        """The owner's second copy, as the first line says."""
+        """Returns the path of the owner's second copy, which the first line names."""
         return Path(self.opened["mirror"]) if "mirror" in self.opened else None
 
     @property
     def names(self) -> set[str]:
-        """The names of all runs, with and without a guarantee."""
-        return {
-            *(entry.name for entry in self.reservations.values()),
-            *(name for name, _ in self.informal.values()),
-        }
+        """Returns the names of all runs, with and without a guarantee."""
+        formal_names = {reservation.name for reservation in self.reservations.values()}
+        informal_names = {name for name, _ in self.informal.values()}
+        return formal_names | informal_names
 
     def knows(self, run: str) -> bool:
-        """Whether the run has reserved, or is counted as one without a guarantee."""
+        """Returns whether the run has reserved, or is counted as one without a guarantee."""
         return run in self.reservations or run in self.informal
 
     def has_begun(self, study: str) -> bool:
-        """Whether outputs of a study may have been seen: any run, or for a named study any run called like one of its points."""
-        return any(not study or name in self.gridded.get(study, ()) for name in self.names)
+        """Returns whether outputs of a study may have been seen.
+
+        Args:
+            study: "" counts every run as one of the study's; a named study has begun when a run has
+                the name of one of its points.
+        """
+        points = self.gridded.get(study, ())
+        return any(not study or name in points for name in self.names)
 
     def epsilon(self, extra: Reservation | None = None) -> float:
-        """Epsilon of everything reserved, and of `extra`, at the owner's delta."""
-        entries = [*self.reservations.values(), *([extra] if extra else [])]
-        delta = self.opened["delta"] - sum(entry.noise_tail_delta for entry in entries)
+        """Returns the epsilon at the owner's delta of all reservations and of `extra`."""
+        reservations = list(self.reservations.values())
+        if extra is not None:
+            reservations.append(extra)
+        delta = self.opened["delta"] - sum(entry.noise_tail_delta for entry in reservations)
         if delta <= 0:
             return float("inf")
-        groups = [entry.group for entry in entries]
-        adaptive, ceiling = any(entry.adaptive for entry in entries), self.opened["epsilon"]
+        groups = [entry.group for entry in reservations]
+        adaptive = any(entry.adaptive for entry in reservations)
         order = self.rdp_order(groups[0]) if adaptive else math.inf
+        ceiling = self.opened["epsilon"]
         return total_epsilon(groups, delta, adaptive=adaptive, order=order, ceiling=ceiling)
 
     def rdp_order(self, first: ReleaseGroup) -> float:
-        """The filter's order: the best for runs like the first one, which had seen no output."""
+        """Returns the filter's order: the best for runs like the first, which saw no output."""
         return filter_order(first, self.opened["epsilon"], self.opened["delta"])
 
     def check_record(self, record: dict[str, Any] | None) -> None:
@@ -139,8 +151,11 @@ class SharedState(ChainState):
                     "a run without a guarantee, which the owner did not permit",
                 )
             case "grid":
-                digests = all(isinstance(digest, str) for digest in record["points"].values())
-                require(digests, "a grid has digests of points by name")
+                digests = record["points"].values()
+                require(
+                    all(isinstance(digest, str) for digest in digests),
+                    "a grid has digests of points by name",
+                )
                 require(
                     not self.has_begun(record["study"]),
                     "a grid that was fixed after its study had begun",
@@ -171,6 +186,7 @@ class SharedState(ChainState):
 
 
 def reservation_of(record: dict[str, Any]) -> Reservation:
+    """Returns the reservation of a `reserve` record; LineRefused where its releases are refused."""
     try:
         group = _GROUP.validate_json(json.dumps(record["group"]), strict=True)
     except ValidationError as error:
@@ -180,7 +196,7 @@ def reservation_of(record: dict[str, Any]) -> Reservation:
     require(
         asdict(group) == record["group"], "the reserved releases have fields that no release has"
     )
-    tail = float(record["noise_tail_delta"])
+    tail_delta = float(record["noise_tail_delta"])
     return Reservation(
-        record["run"], record["name"], record["time_utc"], group, tail, record["adaptive"]
+        record["run"], record["name"], record["time_utc"], group, tail_delta, record["adaptive"]
     )

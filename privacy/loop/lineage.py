@@ -13,12 +13,12 @@ from ..checkpoints.read import has_checkpoints
 from ..errors import PrivacyConfigError
 from ..ledger.chain import TORN_MARK
 from ..ledger.claim import (
-    LedgerBehind,
+    ParentLedger,
     keep_copies,
     ledgers_of_run,
+    parent_states,
     read_copies,
     require_kept,
-    states_behind,
 )
 from ..ledger.records import read_state
 from ..run.ledger import Recorded
@@ -79,12 +79,12 @@ def origin_fields(
         PrivacyConfigError, PrivacyStateRefused: the runs behind the weights are not those of the
             ledger, or cannot be composed.
     """
-    parent_ledgers: list[LedgerBehind] = []
+    parent_ledgers: list[ParentLedger] = []
     for parent in parents:
         parent_ledgers += ledgers_of_run(parent)
     # A run behind several parents counts once, with all that it charged. It is moved to the end,
     # after the runs that started from it.
-    ledger_of_run: dict[bytes, LedgerBehind] = {}
+    ledger_of_run: dict[bytes, ParentLedger] = {}
     for ledger in parent_ledgers:
         run = _first_line(ledger.copy)
         longer = ledger_of_run.pop(run, ledger)
@@ -118,7 +118,7 @@ def origin_fields(
         )
     if ledger_of_run and not has_checkpoints(folder.checkpoints):
         require_kept(folder.root, recorded, [ledger_of_run[run] for run in recorded_runs])
-    states_behind(folder.root, recorded)
+    parent_states(folder.root, recorded)
     return {}
 
 

@@ -1,1 +1,1 @@
-"""What a run promises, in numbers: options, request, plan, releases. Nothing here loads torch or knows the mechanism."""
+"""The numbers that a run promises: options, request, plan and releases; it loads no torch."""

@@ -1,14 +1,8 @@
-"""The lattice of certified arithmetic: which multiples of 2^-f stand for a run's contributions, sums and noise. Without torch.
+"""The lattice of certified arithmetic: contributions, sums and noise are multiples of 2^-f.
 
-**No overflow in the sum.** f is chosen so that (cap + NOISE_ROOM sigma + 1) C 2^f <= 2^62. An entry of a contribution is at most
-C 2^f (privacy/certified/integers.py), hence an entry of the sum of `cap` examples, or of any part of it on any rank, at most
-cap C 2^f. What the noise adds passes NOISE_ROOM standard deviations with a probability below 10^-880. (An overflow would wrap
-around, which is a function of the exact result: it would spoil the update and cost no privacy.) f depends on C, cap and sigma,
-and on nothing else: neither on the world nor on the data. (Where sigma is above 10^5 it is smaller, for the sampler's range.)
-
-**Accuracy.** Rounding to even numbers moves a gradient of d coordinates by at most sqrt(d) 2^-f, and C 2^f is at least 2^31
-wherever the cap is below 2^29, so the loss is below 2^-16 C for a model of a billion parameters. A lattice that is too coarse
-is refused.
+f is the largest exponent with (cap + NOISE_ROOM sigma + 1) C 2^f <= 2^62 whose entries fit int32,
+so that no sum of a capped batch overflows 64 bits. It depends on C, the cap and sigma alone,
+neither on the ranks nor on the data. docs/certified.md has the proof.
 """
 
 import math
@@ -19,12 +13,16 @@ from ..errors import PrivacyConfigError
 from .limits import MOST_DEVIATION
 
 NOISE_ROOM = 64
-"""Standard deviations of noise for which the sum has room."""
+"""Standard deviations of noise for which the sum has room. The noise passes them with a probability
+below 10^-880; an overflow would spoil the update and cost no privacy, since wrapping around is a
+function of the exact result."""
 LARGEST_SUM = 1 << 62
 MARGIN = 2.0**-20
-"""Relative distance of `Lattice.target` from C, on top of the rounding of entries: far above what fp64 norms may be wrong by."""
+"""Relative distance of `Lattice.target` from C, beside the rounding of entries: far above the error
+of norms in fp64."""
 COARSEST = 2.0**-10
-"""The most that rounding to the lattice may move a gradient, in units of C."""
+"""The most that rounding to the lattice may move a gradient, in units of C. Below a cap of 2^29 a
+model of a billion parameters loses less than 2^-16 C."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Lattice:
 
     @classmethod
     def of(cls, bound: float, cap: int, noise_multiplier: float) -> "Lattice":
-        """The finest lattice on which entries and sums fit; see the module docstring.
+        """Returns the finest lattice on which entries and sums fit.
 
         Args:
             bound: C, positive and finite.
@@ -50,10 +48,12 @@ class Lattice:
         """
         # C = m 2^e with m in [1/2, 1): an entry k of at most C 2^(f - 1) is below 2^31.
         exponent = 32 - math.frexp(bound)[1]
-        most = (cap + NOISE_ROOM * Fraction(noise_multiplier) + 1) * Fraction(bound)
-        deviation = Fraction(noise_multiplier) * Fraction(bound)
+        sigma = Fraction(noise_multiplier)
+        largest_sum = (cap + NOISE_ROOM * sigma + 1) * Fraction(bound)
+        deviation = sigma * Fraction(bound)
+        # Where sigma is above 10^5 the deviation decides: the sampler of the noise has a range.
         while (
-            most * Fraction(2) ** exponent > LARGEST_SUM
+            largest_sum * Fraction(2) ** exponent > LARGEST_SUM
             or deviation * Fraction(2) ** exponent > MOST_DEVIATION / 2
         ):
             exponent -= 1
@@ -61,20 +61,24 @@ class Lattice:
 
     @property
     def limit(self) -> int:
-        """L = floor(C^2 4^f), below 2^64."""
+        """Returns L = floor(C^2 4^f), below 2^64."""
         return math.floor(Fraction(self.bound) ** 2 * Fraction(4) ** self.exponent)
 
     def target(self, num_coordinates: int) -> float:
-        """The norm to which floating-point clipping scales, so that rounding to the lattice does not pass C.
+        """Returns the norm to which floating-point clipping scales a gradient.
+
+        Rounding the scaled gradient to the lattice does not pass C.
 
         Raises:
-            PrivacyConfigError: rounding would move a gradient of this number of coordinates by more than COARSEST C.
+            PrivacyConfigError: rounding would move a gradient of this number of coordinates by more
+                than COARSEST C.
         """
-        moved = math.sqrt(num_coordinates) * 2.0**-self.exponent
-        if moved > COARSEST * self.bound:
+        rounding = math.sqrt(num_coordinates) * 2.0**-self.exponent
+        if rounding > COARSEST * self.bound:
             raise PrivacyConfigError(
-                f"privacy.arithmetic = 'certified' would round gradients of {num_coordinates:,} coordinates to a lattice that "
-                f"moves them by {moved / self.bound:.2g} C; use a smaller batch (the lattice has to hold the sum of a capped "
-                "one), or privacy.arithmetic = 'floating'"
+                f"privacy.arithmetic = 'certified' would round gradients of {num_coordinates:,} "
+                f"coordinates to a lattice that moves them by {rounding / self.bound:.2g} C; use a "
+                "smaller batch (the lattice has to hold the sum of a capped one), or "
+                "privacy.arithmetic = 'floating'"
             )
-        return (self.bound - moved) * (1 - MARGIN)
+        return (self.bound - rounding) * (1 - MARGIN)

@@ -1,9 +1,9 @@
-"""The options of a plan: each is one class that says everything about itself, and all others iterate over `OPTIONS`.
+"""The options of a plan: each is one class with its words, and others iterate over `OPTIONS`.
 
-A plan has one option of each kind. The recipe takes the names that stand here, recipe and plan refuse in the words of this file
-what does not go together, the ledger freezes the fields that an option adds, and card and planner show its rows and sentences.
-Two things are elsewhere: the code that acts on tensors (privacy/clipping), which a plan picks by
-the option's name, and privacy/verify.py, which shares nothing with this file and refuses an option that its own table lacks.
+A plan has one option of each kind. Recipe and plan refuse conflicts in the words of this file, the
+ledger freezes the fields that an option adds, and card and planner show its rows and sentences.
+Elsewhere are the code that acts on tensors (privacy/clipping), which picks an option by its name,
+and privacy/verify.py, which shares nothing with this file and refuses a name that its table lacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .releases import SENSITIVITY_SLACK
 
 
 class ChosenNumbers(Protocol):
-    """The numbers of a plan that an option follows from, or adds a row about."""
+    """The numbers of a plan that options derive their fields and rows from."""
 
     @property
     def lattice(self) -> Lattice | None: ...
@@ -36,21 +36,21 @@ class ChosenNumbers(Protocol):
 
 
 class Option:
-    """One choice of one kind; the defaults are those of an option that adds nothing.
+    """A choice of one kind; the defaults are those of an option that adds nothing.
 
     Attributes:
-        kind: what it is a choice of: a key of `OPTIONS`.
-        name: what recipes and ledgers call it.
-        instead: the way out where it does not go with another setting.
-        excludes: setting that it does not go with -> why.
-        reason: why a run with it has no formal guarantee.
-        statement: a sentence of the card's section on the mechanism.
-        sampling_statement: one of its section on sampling.
+        kind: key of `OPTIONS`.
+        name: the value of the option in recipes and ledgers.
+        way_out: the way out of a conflict with another setting.
+        excludes: conflicting setting -> the reason.
+        reason: why a run with this option has no formal guarantee.
+        statement: a sentence for the card's section on the mechanism.
+        sampling_statement: a sentence for the card's section on sampling.
     """
 
     kind: ClassVar[str]
     name: ClassVar[str]
-    instead: ClassVar[str] = ""
+    way_out: ClassVar[str] = ""
     excludes: ClassVar[Mapping[str, str]] = {}
     reason: ClassVar[str | None] = None
     statement: ClassVar[str] = ""
@@ -58,15 +58,15 @@ class Option:
 
     @property
     def setting(self) -> str:
-        """How a recipe writes it."""
+        """Returns the line of a recipe that chooses the option."""
         return f'{self.kind} = "{self.name}"'
 
     def frozen(self, plan: ChosenNumbers) -> dict[str, Any]:
-        """What it adds to the plan in a ledger's `open` record."""
+        """Returns the fields that the option adds to the plan in a ledger's `open` record."""
         return {}
 
     def rows(self, plan: ChosenNumbers) -> list[tuple[str, str]]:
-        """(what, value): what card and planner say of it in their tables."""
+        """Returns (name, value) of the option's rows in tables of card and planner."""
         return []
 
 
@@ -74,20 +74,23 @@ class Option:
 
 
 class Clipping(Option):
-    """How an example's norm becomes a factor. privacy/clipping/clip_factors.py has its formula, which states its sensitivity.
+    """A clipping function, which turns an example's norm into a factor.
+
+    privacy/clipping/clip_factors.py has its formula, which states its sensitivity.
 
     Attributes:
-        clipped: what the card says is done to an example's gradient.
-        normalises: every gradient gets a length of about C; otherwise longer ones are cut to it.
+        clipped: the predicate of the card's sentence about an example's gradient.
+        normalises: whether every gradient gets a length of about C; otherwise longer ones are cut
+            to it.
     """
 
     kind = "clipping_function"
-    instead = 'take clipping_function = "flat"'
+    way_out = 'take clipping_function = "flat"'
     clipped: ClassVar[str]
     normalises: ClassVar[bool] = False
 
     def group_of(self, parameter: str) -> str:
-        """The group of parameters that shares a norm with this one: all together unless an option says otherwise."""
+        """Returns the group of parameters that share a norm; by default one group of all."""
         return ""
 
     def rows(self, plan: ChosenNumbers) -> list[tuple[str, str]]:
@@ -127,36 +130,32 @@ class Grouped(Clipping):
 
 
 class Arithmetic(Option):
-    """How contributions are added up.
+    """The arithmetic of the sums of contributions.
 
     Attributes:
-        slack: r; one example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
+        slack: r; an example contributes at most C (1 + r), and the accountant gets sigma / (1 + r).
     """
 
     kind = "arithmetic"
     slack: ClassVar[float]
 
     def lattice(self, plan: ChosenNumbers) -> Lattice | None:
-        """Where contributions, sums and noise lie; None in floating point."""
+        """Returns the lattice of contributions, sums and noise; None in floating point."""
         return None
 
     def frozen(self, plan: ChosenNumbers) -> dict[str, Any]:
         return {"lattice_exponent": None if plan.lattice is None else plan.lattice.exponent}
 
     def rows(self, plan: ChosenNumbers) -> list[tuple[str, str]]:
-        lies = (
-            ""
-            if plan.lattice is None
-            else f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
-        )
-        rows = [("arithmetic", f"{self.name}{lies}")]
+        text = self.name
+        if plan.lattice is not None:
+            text += f", multiples of 2^{-plan.lattice.exponent}; no slack for rounding"
+        rows = [("arithmetic", text)]
         if plan.noise_multiplier > 0:
-            kind = (
-                "made of doubles, as version 0.1 drew it"
-                if plan.had_doubles
-                else "rounded to whole steps of the sums"
-            )
-            rows.append(("noise", f"Gaussian, {kind}"))
+            noise = "rounded to whole steps of the sums"
+            if plan.had_doubles:
+                noise = "made of doubles, as version 0.1 drew it"
+            rows.append(("noise", f"Gaussian, {noise}"))
         return rows
 
 
@@ -164,33 +163,40 @@ class Floating(Arithmetic):
     name = "floating"
     slack = SENSITIVITY_SLACK
     statement = (
-        "Rounding may let one example contribute up to C (1 + r), so the accountant is charged with sigma / (1 + r). That "
-        "bound is proved for norms and for everything that is added up in double precision, or term by term in short "
-        "sums; for other matrix products over tokens it assumes that the roundings of a kernel do not add up in one "
-        "direction, which an adversarial search supports, on CPU kernels and on emulated ones of CUDA. It also assumes "
-        "that an example's gradient does not depend on its row. An example that is not drawn leaves all others in rows "
-        "of the same distribution."
+        "Rounding may let one example contribute up to C (1 + r), so the accountant is charged "
+        "with sigma / (1 + r). That bound is proved for norms and for everything that is added up "
+        "in double precision, or term by term in short sums; for other matrix products over tokens "
+        "it assumes that the roundings of a kernel do not add up in one direction, which an "
+        "adversarial search supports, on CPU kernels and on emulated ones of CUDA. It also assumes "
+        "that an example's gradient does not depend on its row. An example that is not drawn "
+        "leaves all others in rows of the same distribution."
     )
 
 
 class Certified(Arithmetic):
     name = "certified"
     slack = 0.0
-    instead = 'take arithmetic = "floating"'
+    way_out = 'take arithmetic = "floating"'
     excludes: ClassVar[Mapping[str, str]] = {
         "enabled = false": "it is for runs with noise",
         "noise_multiplier = 0": "it is for runs with noise",
-        "clipping_mode": "its sums have no modes, because they write every gradient out: remove clipping_mode",
+        "clipping_mode": (
+            "its sums have no modes, because they write every gradient out: remove clipping_mode"
+        ),
         "sensitivity_slack above 0": "it rounds nothing up, so that its sensitivity_slack is 0",
-        "train.compile = true": "a compiler picks kernels by itself, and it needs the same ones for every example",
+        "train.compile = true": (
+            "a compiler picks kernels by itself, and it needs the same ones for every example"
+        ),
     }
     statement = (
-        "Arithmetic is certified: each clipped gradient is a vector of whole multiples of a power of two whose norm is "
-        "checked exactly, sums are whole numbers, and the noise is a Gaussian rounded to the same multiples, drawn "
-        "exactly. That one example's contribution is at most C, with no slack for rounding, and that the accountant's "
-        "continuous Gaussian covers what is released, are theorems (docs/certified.md). Assumed is that, at the fixed "
-        "shapes of the run, the whole numbers of an example do not depend on its row, its micro-batch or the other "
-        "examples; every start searched for counterexamples on made-up inputs before its first step."
+        "Arithmetic is certified: each clipped gradient is a vector of whole multiples of a power "
+        "of two whose norm is checked exactly, sums are whole numbers, and the noise is a Gaussian "
+        "rounded to the same multiples, drawn exactly. That one example's contribution is at most "
+        "C, with no slack for rounding, and that the accountant's continuous Gaussian covers what "
+        "is released, are theorems (docs/certified.md). Assumed is that, at the fixed shapes of "
+        "the run, the whole numbers of an example do not depend on its row, its micro-batch or the "
+        "other examples; every start searched for counterexamples on made-up inputs before its "
+        "first step."
     )
 
     def lattice(self, plan: ChosenNumbers) -> Lattice | None:
@@ -201,7 +207,7 @@ class Certified(Arithmetic):
 
 
 class Sampling(Option):
-    """Who is in a step."""
+    """The scheme that decides which examples take part in a step."""
 
     kind = "sampling"
 
@@ -209,17 +215,18 @@ class Sampling(Option):
 class Poisson(Sampling):
     name = "poisson"
     sampling_statement = (
-        "The sampling is true Poisson sampling: in every attempt each example takes part independently with probability q, "
-        "decided by AES-256-CTR coins under a secret key, a fresh nonce per start of the program and the attempt's "
-        "number, so that no retry repeats a sample. This is the scheme that the accountant assumes: nothing is shuffled. "
-        "Batches above the cap, where there is one, are cut down uniformly, and the claim is charged for it. The ledger "
-        "committed to the key before its first use."
+        "The sampling is true Poisson sampling: in every attempt each example takes part "
+        "independently with probability q, decided by AES-256-CTR coins under a secret key, a "
+        "fresh nonce per start of the program and the attempt's number, so that no retry repeats a "
+        "sample. This is the scheme that the accountant assumes: nothing is shuffled. Batches "
+        "above the cap, where there is one, are cut down uniformly, and the claim is charged for "
+        "it. The ledger committed to the key before its first use."
     )
 
 
 class Shuffle(Sampling):
     name = "shuffle"
-    instead = "give noise_multiplier"
+    way_out = "give noise_multiplier"
     excludes: ClassVar[Mapping[str, str]] = {
         "target_epsilon": "shuffled data meet no target_epsilon, because they claim none"
     }
@@ -227,10 +234,11 @@ class Shuffle(Sampling):
     sampling_statement = "The scheme is shuffle, not Poisson."
 
 
-# ---------------------------------------------------------------- All of them
+# ---------------------------------------------------------------- All options
 
 OPTIONS: dict[str, dict[str, Option]] = {}
-"""Kind -> name -> option. An option is one more entry here, and its name in the table of privacy/verify.py."""
+"""Kind -> name -> option. A new option needs an entry here, and its name in the table of
+privacy/verify.py."""
 for _option in (
     *(Flat(), Automatic(), PerLayer(), Grouped()),
     *(Floating(), Certified()),
@@ -253,30 +261,30 @@ OTHER_EXCLUSIONS = (
         "remove simulation",
     ),
 )
-"""(setting, setting, why, way out) of what is no option."""
+"""(setting, setting, reason, way out) of conflicts between settings that are not options."""
 
 
 def option(kind: str, name: object) -> Option:
-    """The option of that name; PrivacyConfigError names those that there are."""
-    known = OPTIONS[kind]
-    if name not in known:
-        raise PrivacyConfigError(f"{kind} must be one of {', '.join(known)}, not {name!r}")
-    return known[str(name)]
+    """Returns the option of that name; PrivacyConfigError lists the names of the kind."""
+    options = OPTIONS[kind]
+    if name not in options:
+        raise PrivacyConfigError(f"{kind} must be one of {', '.join(options)}, not {name!r}")
+    return options[str(name)]
 
 
 def options_of(choices: Any) -> dict[str, Option]:
-    """Kind -> the option that a recipe's section, a request or a plan has chosen."""
+    """Returns kind -> the option that a recipe's section, a request or a plan has chosen."""
     return {kind: option(kind, getattr(choices, kind, None)) for kind in OPTIONS}
 
 
 def require_compatible(choices: Any, also: Mapping[str, bool] | None = None) -> None:
-    """PrivacyConfigError for two settings that do not go together: the one place that says so.
+    """Raises PrivacyConfigError if two settings conflict.
 
     Args:
-        choices: a recipe's section, a request or a plan; what it does not have is not set.
-        also: settings of other sections, and whether they are.
+        choices: a recipe's section, a request or a plan; a setting that it lacks is not set.
+        also: settings of other sections -> whether they are set.
     """
-    chosen = options_of(choices)
+    chosen_settings = [chosen.setting for chosen in options_of(choices).values()]
     sigma = getattr(choices, "noise_multiplier", None)
     is_set = {
         "enabled = false": not choices.enabled,
@@ -285,15 +293,16 @@ def require_compatible(choices: Any, also: Mapping[str, bool] | None = None) -> 
         "simulation = true": getattr(choices, "simulation", False),
         "clipping_mode": getattr(choices, "clipping_mode", "auto") != "auto",
         "sensitivity_slack above 0": getattr(choices, "sensitivity_slack", 0) != 0,
-        **{one.setting: True for one in chosen.values()},
+        **dict.fromkeys(chosen_settings, True),
         **(also or {}),
     }
-    every = (one for named in OPTIONS.values() for one in named.values())
-    exclusions = [
-        (one.setting, other, why, one.instead)
-        for one in every
-        for other, why in one.excludes.items()
-    ]
-    for one, other, why, way_out in (*exclusions, *OTHER_EXCLUSIONS):
-        if is_set.get(one) and is_set.get(other):
-            raise PrivacyConfigError(f"{one} and {other} exclude each other: {why}; {way_out}")
+    exclusions = []
+    for options in OPTIONS.values():
+        for candidate in options.values():
+            for setting, reason in candidate.excludes.items():
+                exclusions.append((candidate.setting, setting, reason, candidate.way_out))
+    for first, second, reason, way_out in (*exclusions, *OTHER_EXCLUSIONS):
+        if is_set.get(first) and is_set.get(second):
+            raise PrivacyConfigError(
+                f"{first} and {second} exclude each other: {reason}; {way_out}"
+            )

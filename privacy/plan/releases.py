@@ -1,15 +1,19 @@
-"""What one step releases, as the ledger's intent lists it."""
+"""The releases of a step, as the ledger's intent lists them."""
 
 from typing import TypedDict
 
 SENSITIVITY_SLACK = 1e-3
-"""r of contract 4: a clipped example may exceed C by this factor through rounding; the accountant is charged for it."""
+"""r of contract 4: rounding may lift an example to C (1 + r), which the accountant charges."""
 
 GRADIENT = "gradient"
 
 
 class Release(TypedDict):
-    """One noised release of a step: `sensitivity` is the clipper's own statement, before the plan's slack."""
+    """A noised release of a step.
+
+    Attributes:
+        sensitivity: as the clipper states it, before the plan's slack.
+    """
 
     name: str
     std: float
@@ -17,5 +21,5 @@ class Release(TypedDict):
 
 
 def release_of_step(noise_multiplier: float, sensitivity: float) -> Release:
-    """Returns the release of a training step: the clipped sum of this sensitivity, with its noise."""
+    """Returns the release of a training step: a clipped sum of this sensitivity and its noise."""
     return Release(name=GRADIENT, std=noise_multiplier * sensitivity, sensitivity=sensitivity)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
-from ..ledger.claim import composed_epsilon, states_behind
+from ..ledger.claim import composed_epsilon, parent_states
 from ..ledger.ledger import Ledger
 from ..ledger.members import MarkedLedger, members_digest
 from ..ledger.records import MIXED_EXAMPLES, LedgerState, read_ledger
@@ -193,7 +193,7 @@ class RunLedger:
             assert epsilon is not None, "there is a guarantee"
             return epsilon, self.plan.target_delta
         if self._behind is None:
-            self._behind = states_behind(self._folder, self.opened)
+            self._behind = parent_states(self._folder, self.opened)
         states = [LedgerState(opened=self.opened), *self._behind]
         delta = min(state.plan.target_delta for state in states)
         # A composition takes seconds, and one count of the table serves many steps.
@@ -281,7 +281,7 @@ def open_ledger(
                 shared=shared,
                 has_checkpoint=has_checkpoints(folder.checkpoints),
                 members=folder.members,
-                mended=False,
+                mend_at_once=False,
             )
             opened.append((ledger, key))
             return key.commitment()

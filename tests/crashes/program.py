@@ -104,7 +104,7 @@ def opened(root: Path) -> Iterator[tuple[RunLedger, Checkpoint | None]]:
         members=folder.members,
         shared=SharedTerms(root / OWNER, "one"),
         has_checkpoint=has_checkpoints(folder.checkpoints),
-        mended=False,
+        mend_at_once=False,
     )
     with ledger:
         run = RunLedger(ledger, key, PLAN, members=folder.members)

@@ -16,7 +16,7 @@ from data.index.build import build_index
 from data.index.shards import find_shards
 from data.index.tar_writer import write_shard
 from launch_scripts import plan
-from privacy.accounting.calibration import Calibrated
+from privacy.accounting.calibration import Calibration
 from privacy.errors import PrivacyConfigError
 from privacy.plan.numbers import make_plan
 from tests.processes import ROOT
@@ -133,7 +133,7 @@ def test_sizes_are_shown_before_anything_is_calibrated(planned, monkeypatch, cap
 
     def calibrated(*_, **__):
         shown.append(capsys.readouterr().out)
-        return Calibrated(4.0, 0.5, clamped=False)
+        return Calibration(4.0, 0.5, clamped=False)
 
     monkeypatch.setattr("privacy.plan.numbers.calibrate_noise_multiplier", calibrated)
     out = planned(f"{SMALL} --target_epsilon 1 --no_extras").out

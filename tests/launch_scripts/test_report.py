@@ -144,7 +144,7 @@ def test_shared_ledger_and_sibling_runs(run_dir, tmp_path):
     asked = config_of(plan).replace("[train]", f'shared_ledger = "{owner.path}"\n[train]')
     (run_dir / "config.toml").write_text(asked)
     for run, name in (("ab" * 32, "this"), ("cd" * 32, "brother | <b>")):
-        with owner.joined(run, name, plan, fixed_in_advance=True):
+        with owner.reserving(run, name, plan, fixed_in_advance=True):
             pass
     card = build_card(run_dir)
     assert [run["is_this_run"] for run in card.shared_ledger["runs"]] == [True, False]

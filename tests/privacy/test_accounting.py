@@ -20,7 +20,7 @@ from privacy.accounting.accountants import (
     loss_distribution,
     overflow_probability,
     risk_of,
-    tan,
+    total_amount_of_noise,
 )
 from privacy.accounting.calibration import calibrate_noise_multiplier
 from privacy.errors import PrivacyConfigError
@@ -69,7 +69,7 @@ def test_dpcap_point_against_published_numbers():
     assert epsilon_pld([DPCAP], DELTA / 2, 3e-4) == pytest.approx(7.5624, abs=1e-3)
     assert epsilon_rdp([DPCAP], DELTA) == pytest.approx(8.073, abs=1e-3)
     assert epsilon_replace_one([DPCAP], DELTA, 1e-3) == pytest.approx(9.699, abs=2e-3)
-    assert tan([DPCAP]) == pytest.approx(1 / (B / N / 0.728 * math.sqrt(T / 2)))
+    assert total_amount_of_noise([DPCAP]) == pytest.approx(1 / (B / N / 0.728 * math.sqrt(T / 2)))
 
 
 def test_contract_2_the_cap_is_charged_and_eight_deviations_are_free():
@@ -109,7 +109,7 @@ def test_nothing_released_and_no_noise():
         assert function(nothing, 1e-5) == 0
         assert function(silent, 1e-5) == math.inf
     assert epsilon_prv(nothing, 1e-5) == (0, 0, 0) and epsilon_prv(silent, 1e-5) == (math.inf,) * 3
-    assert tan(nothing) == math.inf and tan(silent) == 0
+    assert total_amount_of_noise(nothing) == math.inf and total_amount_of_noise(silent) == 0
 
 
 def test_pld_is_refused_below_delta_1e_12_and_rdp_takes_over():

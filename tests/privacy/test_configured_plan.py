@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from privacy.card.folder import require_as_asked
+from privacy.card.folder import require_plan_of_recipe
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan.numbers import PrivacyPlan, make_plan
@@ -46,7 +46,7 @@ def test_an_honest_run_fits_and_any_changed_field_is_found(
         (tmp_path / "ledger.jsonl").unlink(missing_ok=True)
         fields = {"plan": stated.frozen_fields(), "key_commitment": "ab" * 32}
         Ledger.create(tmp_path / "ledger.jsonl", fields).release()
-        require_as_asked(tmp_path, recipe)
+        require_plan_of_recipe(tmp_path, recipe)
 
     judge(plan)
     changes: list[dict[str, Any]] = [

@@ -72,7 +72,7 @@ def test_contract_9_what_is_read_is_durable_before_anything_relies_on_it(tmp_pat
     owner = SharedLedger.create(shared, epsilon=2.0, delta=1e-5)
     inodes, fsync = set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: inodes.add(os.fstat(fd).st_ino) or fsync(fd))
-    Ledger.open(path, mirror, mended=False).release()
+    Ledger.open(path, mirror, mend_at_once=False).release()
     owner.read()
     assert {file.stat().st_ino for file in (path, mirror, shared, tmp_path)} <= inodes
 

@@ -585,9 +585,9 @@ def owner(tmp_path, no_fsync):
     shared = SharedLedger.create(
         path, epsilon=2.0, delta=1e-5, informal_runs=True, mirror=tmp_path / "mirror.jsonl"
     )
-    shared.freeze_grid("study", {"point": "12"}, begun=False)
+    shared.freeze_grid("study", {"point": "12"}, has_runs=False)
     for run, plan in (("a" * 64, PLAN), ("b" * 64, replace(PLAN, informal_reasons=("a test",)))):
-        with shared.joined(run, "run", plan):
+        with shared.reserving(run, "run", plan):
             pass
     with shared.locked() as chain:
         chain.mend()

@@ -223,7 +223,7 @@ def test_the_test_is_one_sided_and_needs_the_very_number_of_coordinates(
 def test_a_norm_that_one_done_leaves_out_is_refused_by_both_readers(tmp_path: Path) -> None:
     """Otherwise whoever publishes would leave out what betrays the run."""
     path = ledger_of(tmp_path / "ledger.jsonl", plan_of(2), noised)
-    with pytest.raises(PrivacyStateRefused, match="does not state the norm of what it noised"):
+    with pytest.raises(PrivacyStateRefused, match="does not state the norm of the noised gradient"):
         ledger_of(tmp_path / "more.jsonl", plan_of(2), lambda *_: {})
     read = verify.read_ledger(path)
     read.releases[1][-1].pop("noised_norm")

@@ -49,7 +49,7 @@ def _open(folder, shared, plan=None, **terms):
 
 
 def _reserve(shared, run, name, plan=None, **terms):
-    with shared.joined(run, name, plan or _plan(), **terms):
+    with shared.reserving(run, name, plan or _plan(), **terms):
         pass
 
 
@@ -157,7 +157,7 @@ def test_what_is_refused_leaves_a_torn_line_to_the_next_that_writes(tmp_path):
         shared.path.read_bytes() == files[1].read_bytes()
         and shared.path.read_bytes().count(b" #torn\n") == 1
     )
-    assert len(shared.look().reservations) == 2
+    assert len(shared.read_unlocked().reservations) == 2
 
 
 def test_a_resume_reserves_once_and_cannot_change_its_terms(shared, tmp_path):
@@ -275,11 +275,11 @@ def test_a_mirror_is_another_file_in_a_folder_that_is_there(tmp_path):
 
 def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):
     first, second = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
-    assert shared.freeze_grid("", first, begun=True) == {}
-    assert shared.freeze_grid("", first, begun=False) == first
-    assert shared.freeze_grid("", second, begun=False) == second
+    assert shared.freeze_grid("", first, has_runs=True) == {}
+    assert shared.freeze_grid("", first, has_runs=False) == first
+    assert shared.freeze_grid("", second, has_runs=False) == second
     _reserve(shared, "a" * 64, "a", _plan(), fixed_in_advance=True)
-    assert shared.freeze_grid("", first, begun=False) == second
+    assert shared.freeze_grid("", first, has_runs=False) == second
     # Deleted and trained anew, or outside of the grid, whatever is said of it: what came of the others has been seen.
     for run, name in (("b", "b"), ("c", "b"), ("d", "z")):
         _reserve(shared, run * 64, name, _plan(), fixed_in_advance=True)
@@ -294,10 +294,10 @@ def test_a_grid_is_fixed_once_a_run_of_it_has_begun(shared):
 def test_each_study_on_an_owner_s_ledger_has_its_own_grid(shared):
     _reserve(shared, "a" * 64, "a", _plan())
     for study, point in (("one", "b"), ("other", "c")):
-        assert shared.freeze_grid(study, {point: "1"}, begun=False) == {point: "1"}
+        assert shared.freeze_grid(study, {point: "1"}, has_runs=False) == {point: "1"}
     _reserve(shared, "b" * 64, "b", _plan(), fixed_in_advance=True)
-    assert shared.freeze_grid("one", {"b": "2"}, begun=False) == {"b": "1"}
-    assert shared.freeze_grid("other", {"c": "2"}, begun=False) == {"c": "2"}
+    assert shared.freeze_grid("one", {"b": "2"}, has_runs=False) == {"b": "1"}
+    assert shared.freeze_grid("other", {"c": "2"}, has_runs=False) == {"c": "2"}
     assert [run["chosen_after_outputs"] for run in shared.summary()["runs"]] == [False, False]
 
 

@@ -316,7 +316,7 @@ def once(write: Any, ledger: Any, step: int, **said: Any) -> None:
     at=(RunLedger, "intent"),
     done=((RunLedger, "done"), once),
     order=((LedgerState, "_check_order"), nothing),
-    record=((run_state, "not_in_ledger"), nothing),
+    record=((run_state, "ledger_gap"), nothing),
 )
 def a_retry_is_not_charged(intent: Any, ledger: Any, step: int, **said: Any) -> None:
     """Neither intent nor `done` of a retry is written, and nothing looks at orders and at attempts, which would refuse that."""

@@ -16,9 +16,9 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.members import (
     LedgerMark,
     MembersRecord,
-    not_in_ledger,
-    not_recorded,
+    ledger_gap,
     read_lines,
+    record_gap,
 )
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
@@ -170,7 +170,7 @@ def wrong_attempts(
     state: LedgerState, before: list[LedgerMark], after: list[LedgerMark]
 ) -> str | None:
     """What the audit says of a ledger and of the record as it was before and after it."""
-    return not_in_ledger(before, state) or not_recorded(state, after)
+    return ledger_gap(before, state) or record_gap(state, after)
 
 
 def test_the_audit_finds_every_cut_that_takes_a_session_a_charge_or_a_checkpoint(

@@ -327,7 +327,7 @@ def test_a_start_that_spent_more_since_the_ledger_was_opened_is_refused(
     assert len(read_copies(tmp_path / "run", read_ledger(ledger).opened)) == 1
     shutil.rmtree(tmp_path / "run/checkpoints")
     ledger.write_bytes(b"".join(lines[:2]))
-    with pytest.raises(PrivacyConfigError, match="had spent what it has spent now"):
+    with pytest.raises(PrivacyConfigError, match="made its latest charges"):
         run(tmp_path / "run", f"init.checkpoint={chain['second']}", "train.max_minutes=1e-9")
 
 

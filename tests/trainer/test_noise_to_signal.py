@@ -14,7 +14,7 @@ from privacy.accounting.accountants import (
     ReleaseGroup,
     effective_noise_multiplier,
     epsilon_rdp,
-    tan,
+    total_amount_of_noise,
 )
 from privacy.errors import PrivacyConfigError
 from privacy.noise.rounded_normal import deviation_in_units
@@ -95,7 +95,7 @@ def test_the_accumulated_ratio_is_the_total_amount_of_noise() -> None:
         )
         batch, sigma = int(rng.integers(1, n)), float(rng.uniform(0.3, 20))
         found = NoiseToSignal(parameters, sigma, batch, steps)
-        amount = tan([ReleaseGroup(batch / n, sigma, steps)])
+        amount = total_amount_of_noise([ReleaseGroup(batch / n, sigma, steps)])
         assert found.accumulated == pytest.approx(amount * math.sqrt(parameters / 2) / n)
 
 

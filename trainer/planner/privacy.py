@@ -69,7 +69,7 @@ def summarise(
     has_pld = plan.formal_guarantee and delta >= accounting.PLD_SMALLEST_DELTA
     if plan.formal_guarantee:
         epsilons["epsilon_rdp"] = accounting.epsilon_rdp(groups, delta)
-        epsilons["tan"] = accounting.tan(groups)
+        epsilons["tan"] = accounting.total_amount_of_noise(groups)
         epsilons["epsilon_with_reserve"] = plan.epsilon_with_reserve
     if has_pld:
         epsilons["epsilon_pld"] = plan.epsilon_planned

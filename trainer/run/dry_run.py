@@ -185,7 +185,7 @@ class DryStart(TrainerStart):
             fixed_in_advance = privacy.fixed_in_advance
 
             def ask() -> None:
-                reservation = SharedLedger(shared_ledger).joined(
+                reservation = SharedLedger(shared_ledger).reserving(
                     "", self.run_folder.root.name, opening.plan, fixed_in_advance=fixed_in_advance
                 )
                 with contextlib.suppress(_Asked), reservation:

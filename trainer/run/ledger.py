@@ -7,7 +7,7 @@ from typing import Any
 from data.index.tar_index import ExampleTable
 from privacy.errors import PrivacyConfigError
 from privacy.files.durable import require_distinct_files
-from privacy.ledger.claim import LedgerBehind, keep_copies, require_kept, states_behind
+from privacy.ledger.claim import ParentLedger, keep_copies, parent_states, require_kept
 from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan
@@ -42,7 +42,7 @@ def open_run_ledger(
     folder: RunFolder,
     table: ExampleTable,
     unit: str,
-    parent_ledgers: Sequence[LedgerBehind] = (),
+    parent_ledgers: Sequence[ParentLedger] = (),
 ) -> Opening:
     """Opens the ledger of a run folder, or makes the plan of a new one. Collective.
 
@@ -90,7 +90,7 @@ def open_run_ledger(
             require_kept(folder.root, recorded, parent_ledgers)
         if "behind" in recorded and plan.formal_guarantee:
             # Every claim needs the copies, which are judged before anything is written.
-            states_behind(folder.root, recorded)
+            parent_states(folder.root, recorded)
         return fields
 
     shared = None

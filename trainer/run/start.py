@@ -24,7 +24,7 @@ from privacy.errors import DONE
 from privacy.guards.isolation import Isolation
 from privacy.guards.neighbours import require_neighbours_apart
 from privacy.guards.selfcheck import ALONE, check_against_autograd, check_at_size
-from privacy.ledger.claim import LedgerBehind
+from privacy.ledger.claim import ParentLedger
 from privacy.noise.source import NoiseSource
 from privacy.plan.numbers import PrivacyPlan
 from privacy.ranks import collectives
@@ -149,7 +149,7 @@ class TrainerStart:
     heldout: Heldout | None = None
     heldout_examples: ExampleTable | None = None
     # Rank 0 alone has them, since they may be large.
-    parent_ledgers: list[LedgerBehind] = field(default_factory=list)
+    parent_ledgers: list[ParentLedger] = field(default_factory=list)
     initialisation: dict[str, Any] = field(default_factory=dict)
     choice: ModeChoice | None = None
     task: TrainingTask = field(init=False)

@@ -125,7 +125,7 @@ class StudyFolder:
                 keys = json.dumps(trained_keys(to_toml(point.config)), sort_keys=True)
                 digests[point.name] = hashlib.sha256(keys.encode()).hexdigest()
             shared = SharedLedger(ledger_path)
-            frozen = shared.freeze_grid(study.name, digests, begun=has_begun)
+            frozen = shared.freeze_grid(study.name, digests, has_runs=has_begun)
             if all(digests.get(name) == digest for name, digest in frozen.items()):
                 fixed |= frozen.keys() - (shared.read().names & new)
         for folder in (self.recipes, self.runs, self.logs):

@@ -21,7 +21,7 @@ from data.index.tar_index import ExampleTable
 from models.classifier import is_adapter
 from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, usable_names
-from privacy.ledger.claim import LedgerBehind, ledgers_of_run, read_copies
+from privacy.ledger.claim import ParentLedger, ledgers_of_run, read_copies
 from privacy.ranks.collectives import say
 from privacy.step.folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
@@ -282,7 +282,7 @@ def _first_difference(
 
 def ledgers_behind(
     checkpoint: Checkpoint, start: Initialisation, *, is_private: bool
-) -> list[LedgerBehind]:
+) -> list[ParentLedger]:
     """Returns the ledgers of all private runs that made a checkpoint's weights, newest first.
 
     Every attempt in them is charged.
@@ -309,7 +309,7 @@ def ledgers_behind(
     return ledgers
 
 
-def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehind]:
+def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[ParentLedger]:
     """Returns the ledgers of private runs behind a checkpoint that its run folder has.
 
     The newest comes first.
@@ -327,7 +327,7 @@ def ledgers_of(checkpoint: Path, manifest: Mapping[str, Any]) -> list[LedgerBehi
         return ledgers_of_run(run_dir, str(manifest.get("run")), num_lines)
     ledgers = []
     for run, content in read_copies(run_dir, state.opened):
-        ledgers.append(LedgerBehind(run, content, content.count(b"\n")))
+        ledgers.append(ParentLedger(run, content, content.count(b"\n")))
     return ledgers
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy import verify
-from privacy.card.folder import read_recipe, start_of_a_loop
+from privacy.card.folder import initial_weights_of_loop, read_recipe
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.claim import read_copies
 from privacy.loop import PrivateLoop, floats, lineage
@@ -38,7 +38,7 @@ def test_a_loop_is_told_where_its_weights_come_from(
     assert not (tmp_path / "run").exists()
     with quick():
         trained(tmp_path / "one")
-    said = start_of_a_loop(read_recipe(tmp_path / "one")).statement
+    said = initial_weights_of_loop(read_recipe(tmp_path / "one")).statement
     assert "no private run" in said
 
 
