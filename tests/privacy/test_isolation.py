@@ -172,7 +172,7 @@ def test_a_way_to_mix_is_found_in_one_micro_batch(way: str) -> None:
         checked.add(*(micro_batch(seed=seed) for seed in range(4)))
 
 
-@pytest.mark.parametrize("way", set(WAYS) - {"by the number of calls"})
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "by the number of calls"])
 def test_what_mixes_made_up_examples_does_not_start(way: str) -> None:
     checked = Checked(Net(WAYS[way]))
     with pytest.raises(PrivacyConfigError, match="change each other's losses or gradients"):
