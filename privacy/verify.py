@@ -718,7 +718,7 @@ FIELDS: dict[str, dict[str, FieldType]] = {
         "noised_norm?": is_norm,
         "smallest_share?": is_share,
     },
-    "checkpoint": {"step": is_whole, "path": str, "digest": is_hex},
+    "checkpoint": {"step": is_whole, "path": str, "digest": is_hex, "checks?": is_whole},
     "repair": {"torn_lines": is_whole, "charged": is_whole},
     "close": {
         "reason": lambda content: (

@@ -268,6 +268,9 @@ class PrivacyCard(Part):
     sessions: tuple[Session, ...] = Field(description="All starts of the program on the ledger.")
     closed: str | None = Field(description="Reason of the end; null while the run may go on.")
     checkpoints_recorded: int = Field(description="Number of checkpoints in the ledger.")
+    isolation_checks: int = Field(
+        description="Secret micro-batches whose examples were found to stay apart, as recorded."
+    )
     last_checkpoint: Record | None = Field(description="The newest `checkpoint` record.")
     manifest_matches: bool | None = Field(
         None, description="Whether its manifest has the recorded SHA-256; null without a manifest."

@@ -120,6 +120,7 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
             sessions=tuple(_session(record) for record in snapshot.of_type("session")),
             closed=state.closed,
             checkpoints_recorded=len(checkpoints),
+            isolation_checks=_num_checks(snapshot),
             last_checkpoint=checkpoints[-1] if checkpoints else None,
             released=STATEMENTS[scope],
             unit=opened.get("unit", example),
@@ -137,6 +138,22 @@ def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
             f"{fault['msg']}"
         ) from error
     return card.updated(warnings=_warnings(card, snapshot))
+
+
+def _num_checks(snapshot: LedgerSnapshot) -> int:
+    """Returns the number of isolation checks that all sessions have recorded.
+
+    Each checkpoint states how many its session had passed by then.
+    """
+    num_earlier = 0
+    num_in_session = 0
+    for record in snapshot.records:
+        if record["type"] == "session":
+            num_earlier += num_in_session
+            num_in_session = 0
+        elif record["type"] == "checkpoint":
+            num_in_session = record.get("checks", 0)
+    return num_earlier + num_in_session
 
 
 def _without(record: dict[str, Any], name: str) -> dict[str, Any]:

@@ -268,14 +268,18 @@ class Ledger:
         self._require_session()
         self._append("done", {"step": step, "attempt": attempt, **noised})
 
-    def checkpoint(self, step: int, path: str, digest: str) -> None:
+    def checkpoint(self, step: int, path: str, digest: str, num_checks: int = 0) -> None:
         """Records a checkpoint of `step`, which is whole on the disk.
 
         Args:
             digest: SHA-256 of its manifest, in hex.
+            num_checks: passed in this session (privacy/guards/isolation.py).
         """
         self._require_session()
-        self._append("checkpoint", {"step": step, "path": path, "digest": digest})
+        fields: dict[str, Any] = {"step": step, "path": path, "digest": digest}
+        if num_checks > 0:
+            fields["checks"] = num_checks
+        self._append("checkpoint", fields)
 
     def close(self, reason: str) -> None:
         """Ends the run for good, for one of `CLOSE_REASONS`; nothing can follow."""

@@ -96,7 +96,7 @@ _FIELDS: dict[str, dict[str, Kind]] = {
         "noised_norm?": is_number,
         "smallest_share?": _is_share,
     },
-    "checkpoint": {"step": is_count, "path": str, "digest": is_hex},
+    "checkpoint": {"step": is_count, "path": str, "digest": is_hex, "checks?": is_count},
     "repair": {"torn_lines": is_count, "charged": is_count},
     "close": {"reason": lambda value: value in CLOSE_REASONS, "num_charged": is_count},
 }

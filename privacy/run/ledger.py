@@ -140,10 +140,10 @@ class RunLedger:
         if self.plan.enabled:
             self.on_main(lambda ledger: ledger.done(step, attempt, **noised))
 
-    def checkpoint(self, step: int, name: str, digest: str) -> None:
+    def checkpoint(self, step: int, name: str, digest: str, num_checks: int = 0) -> None:
         """Records a whole checkpoint; see `Ledger.checkpoint`."""
         if self.plan.enabled:
-            self._write(lambda ledger: ledger.checkpoint(step, name, digest))
+            self._write(lambda ledger: ledger.checkpoint(step, name, digest, num_checks))
 
     def close_run(self) -> None:
         """Records the end of a run whose steps are all done."""

@@ -260,8 +260,12 @@ class Run:
             folder.checkpoints,
             parts.retention,
             in_background=parts.in_background,
-            published=ledger.checkpoint,
+            published=self._record_checkpoint,
         )
+
+    def _record_checkpoint(self, step: int, name: str, digest: str) -> None:
+        """Records a whole checkpoint, with the checks that this start has passed so far."""
+        self.ledger.checkpoint(step, name, digest, self.parts.isolation.num_passed)
 
     def _num_micro_batches(self) -> int:
         """Returns how many micro-batches each rank goes through until the end of the run."""
