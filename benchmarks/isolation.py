@@ -175,7 +175,7 @@ def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
             bench.add(part, is_checked=True)
         except Exception as error:
             print(f"{name} {dtype}: {error}", file=sys.stderr)
-            bench.isolation._is_mixed = False
+            bench.isolation.is_mixed = False
             alarms += 1
         rows += int((~part.is_padding_B).sum())
     distances = [agreement.distance for agreement in agreements]

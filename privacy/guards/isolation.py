@@ -60,7 +60,9 @@ class Isolation:
         modules: whose numbers and words are put back after a check, such as counters of calls.
 
     Attributes:
+        padding: see the argument.
         num_passed: checks that this start has passed.
+        is_mixed: whether a check has failed on this rank.
     """
 
     def __init__(
@@ -70,11 +72,11 @@ class Isolation:
         modules: Iterable[nn.Module] = (),
     ) -> None:
         self._mechanism = mechanism
-        self._padding = padding
+        self.padding = padding
         self._modules = list(modules)
         self._kinds_that_keep_bits: set[object] = set()
         self._is_forced = False
-        self._is_mixed = False
+        self.is_mixed = False
         self.num_passed = 0
 
     def require(self, made_up: Mapping[str, Tensor]) -> None:
@@ -147,7 +149,7 @@ class Isolation:
         Raises:
             MixedExamples: on all ranks.
         """
-        [is_mixed] = collectives.on_any(self._is_mixed)
+        [is_mixed] = collectives.on_any(self.is_mixed)
         if is_mixed:
             raise MixedExamples(
                 "losses or gradients of examples changed when other rows of their micro-batch did, "
@@ -181,7 +183,7 @@ class Isolation:
         if agreement.is_close and (agreement.keeps_bits or not must_keep_bits):
             self.num_passed += 1
         else:
-            self._is_mixed = True
+            self.is_mixed = True
 
     def _compare_halves(self, part: Part, rows: Rows, sums_before: Accumulator) -> Agreement:
         """Adds both halves of a micro-batch to the sums before it, and compares rows and sums.
@@ -223,7 +225,7 @@ class Isolation:
         """Returns a micro-batch that keeps some rows, with padding in the place of the others."""
         inputs = {}
         for name, x in part.inputs.items():
-            padding = self._padding[name].to(x)
+            padding = self.padding[name].to(x)
             inputs[name] = torch.where(in_rows(is_kept_B, x), x, padding)
         is_kept_B = is_kept_B.to(part.is_padding_B.device)
         return Part(inputs, part.is_padding_B | ~is_kept_B, 0)

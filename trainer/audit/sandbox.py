@@ -41,11 +41,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from privacy.audit.report import AuditReport
+from privacy.audit.report import AuditReport, fact
 from privacy.card.folder import read_recipe
 from privacy.checkpoints.read import Checkpoint
-from privacy.errors import ConfigError
+from privacy.errors import ConfigError, PrivacyConfigError
 from privacy.files.public import require_ledger
+from privacy.guards.isolation import Isolation
 from privacy.ledger.members import MembersRecord, read_lines
 from privacy.ledger.records import read_ledger
 from privacy.loop.fields import Example, floats, integers
@@ -454,6 +455,25 @@ def _flat(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.concatenate([np.zeros(0), *arrays])
 
 
+def finds_mixing(run: Run, num_rows: int) -> bool:
+    """Returns whether the check of micro-batches finds a task that mixes examples. Collective.
+
+    The task adds a hundredth of each loss to the next one.
+    """
+    task = run.mechanism.task
+
+    def mixing(**inputs: Tensor) -> Tensor:
+        loss_B = task(**inputs)
+        return loss_B + 0.01 * loss_B.roll(1)
+
+    isolation = Isolation(replace(run.mechanism, task=mixing), run.parts.isolation.padding)
+    try:
+        isolation.require(made_up(max(2, num_rows)))
+    except PrivacyConfigError:
+        return True
+    return False
+
+
 def run_sandbox(
     audited: PrivacyPlan,
     side: Side,
@@ -516,6 +536,9 @@ def run_sandbox(
             in_background=False,
         )
 
+    num_passed = 0
+    is_mixed = False
+    finds_planted = False
     with tape.watch():
         for session, (size, last_step) in enumerate(zip(sizes, last_steps, strict=True)):
             tape.session = session
@@ -533,18 +556,37 @@ def run_sandbox(
                 )
                 stack.enter_context(mock.patch.object(start, "open_ledger", open_sandbox_ledger))
                 stack.enter_context(mock.patch.object(start, "build", partial(build, start.build)))
+                # An alarm would end the run; the report shall say what else is wrong, too.
+                stack.enter_context(mock.patch.object(Isolation, "require_apart"))
                 run = open_run(start)
                 assert isinstance(run, Run), "no session but the last ends the run"
                 stack.callback(run.ledger.release)
                 tape.run = run
                 tape.take_steps()
+                isolation = run.parts.isolation
+                num_passed += isolation.num_passed
+                is_mixed |= isolation.is_mixed
+                if session == len(sizes) - 1 and tape.is_finite:
+                    finds_planted = finds_mixing(run, size)
             if not tape.is_finite:
                 break
     tapes = collectives.gather_objects((tape.attempts, tape.fsyncs))
+    [is_mixed] = collectives.on_any(is_mixed)
     if collectives.rank() != 0:
         return None
     counts = f"{len(tapes)} ranks, {len(canaries)} examples, q = {SAMPLE_RATE}, {num_steps} steps"
     rows = f"micro-batches of {micro_batch_size} and {LARGE}"
     clipping = f"{tape.run.mechanism.clipped.mode} clipping"
     judge = Judge(audited, tape.run, tapes, sizes, canaries, present_N)
-    return judge.report(words=f"{counts}, {rows}, {clipping}, {words}")
+    report = judge.report(words=f"{counts}, {rows}, {clipping}, {words}")
+    if tape.is_finite:
+        words_of_plant = "is found" if finds_planted else "is not found"
+        check = fact(
+            "isolation",
+            finds_planted and num_passed > 0 and not is_mixed,
+            f"{num_passed} secret micro-batches agree with their halves"
+            f"{', and others do not' if is_mixed else ''}; a task that mixes examples "
+            f"{words_of_plant}",
+        )
+        report = replace(report, checks=[*report.checks, check])
+    return report
