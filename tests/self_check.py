@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from privacy.clipping import ClippedSum, MicroBatchStats
 from privacy.gradients.recorder import Task
 from privacy.guards import selfcheck
-from privacy.guards.unchanged import SelfChecked
+from privacy.guards.isolation import Isolation
+from privacy.guards.unchanged import Part, SelfChecked
 
 COMPARISONS = ("_by_groups", "require_nothing_gathered", "require_unconditional", "require_padding")
 """What `check_against_autograd` asks of a model before it notes that the model has passed."""
@@ -28,12 +30,25 @@ def trusted_models() -> Iterator[None]:
         yield
 
 
+class WhenForced(Isolation):
+    """Checks the micro-batches after a change alone."""
+
+    def _is_chosen(self) -> bool:
+        is_forced, self._is_forced = self._is_forced, False
+        return is_forced
+
+
 class Guarded:
     """A clipped sum whose micro-batches have to pass what a loop of one's own puts before them."""
 
     def __init__(self, clipped: ClippedSum) -> None:
         self._clipped = clipped
-        self._guard = SelfChecked(clipped.model, clipped.model, clipped, lambda: None)
+        engine = SimpleNamespace(device=clipped.device, compute_dtype=None)
+        self._mechanism = SimpleNamespace(
+            plan=SimpleNamespace(enabled=True), clipped=clipped, engine=engine, task=clipped.model
+        )
+        self._isolation = WhenForced(self._mechanism, {})  # type: ignore[arg-type]
+        self._guard = SelfChecked(clipped.model, clipped.model, clipped, self._isolation.force)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._clipped, name)
@@ -43,9 +58,12 @@ class Guarded:
     ) -> MicroBatchStats:
         """Refuses the micro-batch, or adds it."""
         self._guard.task = task
+        self._mechanism.task = task
+        self._isolation.padding = {name: torch.zeros_like(x[:1]) for name, x in inputs.items()}
         stats = []
         for rows in self._clipped.parts(len(is_padding_B)):
             part = {name: x[rows] for name, x in inputs.items()}
             self._guard.require(part, self._clipped.device)
-            stats.append(self._clipped.add_micro_batch(task, part, is_padding_B[rows]))
+            for one in self._isolation.watched(iter([Part(part, is_padding_B[rows], 0)])):
+                stats.append(self._clipped.add_micro_batch(task, one.inputs, one.is_padding_B))
         return MicroBatchStats(*(torch.stack(column).sum() for column in zip(*stats, strict=True)))

@@ -179,6 +179,8 @@ class SelfChecked:
             settings: those that differ from the record.
         """
         moved = changes(self._settings, settings)
+        # Of what has become a tensor, say, no value is read.
+        moved |= {place for place, setting in settings.items() if setting is ...}
         self._settings = settings
         is_new = any(self._times_moved[place] < MOST_FORCED for place in moved)
         self._times_moved.update(moved)

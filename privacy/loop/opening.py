@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +347,6 @@ class LoopStart:
         modules = [module for _, module in modules_of(self.model, self.task)]
         isolation = Isolation(mechanism, self._padding(), modules)
         size = next(mechanism.clipped.parts(reader.micro_batch_size)).stop
-        isolation.require(self._made_up_rows(size))
         self.self_checked = SelfChecked(self.model, self.task, mechanism.clipped, isolation.force)
         is_on_gpu = engine.device.type == "cuda"
         return Parts(
@@ -360,6 +360,7 @@ class LoopStart:
             retention=Retention(CHECKPOINTS),
             save_every=self.save_every,
             isolation=isolation,
+            made_up=partial(self._made_up_rows, size),
         )
 
     def _rate(self, step: int) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ..boundary import Private
 from ..checkpoints.read import (
@@ -71,7 +72,8 @@ class Parts:
         stored: is called at each checkpoint.
         configuration: is called once the ledger exists; returns the arguments of
             `RunFolder.record_configuration`.
-        isolation: has passed `Isolation.require`.
+        isolation: checks secret micro-batches.
+        made_up: makes up a micro-batch of the run's size, by which `isolation` is tried first.
     """
 
     mechanism: Mechanism
@@ -84,6 +86,7 @@ class Parts:
     stored: Callable[[], Stored]
     configuration: Callable[[], tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]]
     isolation: Isolation
+    made_up: Callable[[], Mapping[str, Tensor]]
     retention: Retention
     save_every: int | None = None
     in_background: bool = False
@@ -185,6 +188,7 @@ def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
     exponent = parts.mechanism.clipped.exponent
     if ledger is not None:
         require_same_sums(folder, ledger, num_noised, exponent)
+    parts.isolation.require(parts.made_up())
     # No check below may refuse the start.
     if ledger is None:
         ledger = opening.create(num_noised, exponent)

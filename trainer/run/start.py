@@ -426,13 +426,12 @@ class TrainerStart:
         )
         require_repeats(config, task, mechanism)
         self.require_sums_at_size(engine, mechanism.clipped.mode)
-        isolation = Isolation(mechanism, task.padding())
-        isolation.require(task.synthetic_inputs(train.micro_batch_size))
         self.loader = self._loader(1 if resumed is None else resumed.step + 1)
         choices = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
         return Parts(
             mechanism=mechanism,
-            isolation=isolation,
+            isolation=Isolation(mechanism, task.padding()),
+            made_up=partial(task.synthetic_inputs, train.micro_batch_size),
             read=partial(_read, self.loader),
             micro_batch_size=train.micro_batch_size,
             nodes=self.nodes,
