@@ -90,7 +90,7 @@ class ClippedSum:
     Amplification by sampling also compares with a batch in which the example was not drawn. The
     guarantee covers that comparison where the others then stand in the same rows. Training deals
     rows at random among a public number, at least the cap, which is as good: the two placings have
-    one distribution (privacy/sampling/rows.py has the proof). A caller that samples without `deal`
+    one distribution (docs/rows.md has the proof). A caller that samples without `deal`
     and closes rows up has the guarantee for an example zeroed in its place only.
 
     Args:
