@@ -292,7 +292,7 @@ class SharedLedger:
             return points
 
     def summary(self, run: str | None = None) -> dict[str, Any]:
-        """Returns total, reserved epsilon and all runs, for report and card; only reads (`read_unlocked`).
+        """Returns total, reserved epsilon and all runs, for report and card (`read_unlocked`).
 
         Args:
             run: commitment of the key of the run that is marked.
