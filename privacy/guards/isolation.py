@@ -6,7 +6,6 @@ their losses and norms do not change, and the sums of the two halves add up to t
 docs/guarantee.md says what this finds, with which probability, and what it cannot find.
 """
 
-import copy
 import math
 import random
 import secrets
@@ -98,7 +97,7 @@ class Isolation:
         part = Part(inputs, torch.zeros(num_rows, dtype=torch.bool), 0)
 
         def compare() -> Agreement:
-            sums_before = copy.deepcopy(clipped.accumulator)
+            sums_before = clipped.accumulator.twin()
             with self._without_trace(), must_take(f"{num_rows} examples, some of them padding"):
                 self._add(part)
                 agreement = self._compare_halves(part, clipped.rows, sums_before)
@@ -175,7 +174,7 @@ class Isolation:
         inputs = to_device(micro_batch.inputs, self._mechanism.engine)
         inputs = {name: x.clone() for name, x in inputs.items()}
         part = Part(inputs, micro_batch.is_padding_B, micro_batch.num_undecodable)
-        sums_before = copy.deepcopy(clipped.accumulator)
+        sums_before = clipped.accumulator.twin()
         yield part
         with self._without_trace():
             agreement = self._compare_halves(part, clipped.rows, sums_before)

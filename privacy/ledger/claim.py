@@ -131,7 +131,8 @@ def read_copies(run_dir: Path, opened: Mapping[str, Any]) -> list[tuple[str, byt
                 raise OSError("it is a symbolic link, and none is followed")
             content = path.read_bytes()
         *lines, tail = content.split(b"\n")
-        if tail or len(lines) != place["lines"] or hash_line(lines[-1]) != place["hash"]:
+        is_named = lines and len(lines) == place["lines"] and hash_line(lines[-1]) == place["hash"]
+        if tail or not is_named:
             raise PrivacyStateRefused(
                 f"{path}: is not the ledger that the run's own ledger names; restore it from a copy"
             )

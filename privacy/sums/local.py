@@ -3,6 +3,7 @@
 `LocalSums` keeps them in this process, without communication; `sharded.py` deals them to ranks.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
@@ -79,6 +80,10 @@ class Accumulator:
     def finish(self) -> None:
         """Ends the micro-batch."""
 
+    def twin(self) -> Self:
+        """Returns a copy with sums of its own; call it between two micro-batches."""
+        raise NotImplementedError
+
     def squared_distance(self, sums: Self) -> float:
         """Returns the squared L2 distance, in units, to other sums of the same grid.
 
@@ -141,6 +146,16 @@ class LocalSums(Accumulator):
             totals = [self.slot(name).total for name in sums]
             add_together(totals, list(sums.values()), num_examples)
         return {}
+
+    def twin(self) -> Self:
+        """Returns a copy with sums of its own."""
+        twin = copy.copy(self)
+        twin._totals = {}
+        if self._totals:
+            twin._make()
+        for name, total in self._totals.items():
+            twin._totals[name].set_to(total)
+        return twin
 
     def squared_distance(self, sums: Self) -> float:
         """Returns the squared L2 distance, in units, to other sums of the same grid."""

@@ -17,6 +17,7 @@ its examples are. Sums leave the process with every micro-batch, so the ledger's
 the first (contract 9).
 """
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Self
@@ -118,6 +119,12 @@ class ShardedSums(Accumulator):
         """Reduces the buckets that parameters without a gradient leave incomplete."""
         while self._next < len(self._buckets):
             self._reduce_next()
+
+    def twin(self) -> Self:
+        """Returns a copy with parts of its own; buckets are empty between two micro-batches."""
+        twin = copy.copy(self)
+        twin._parts = [part.clone() for part in self._parts]
+        return twin
 
     def squared_distance(self, sums: Self) -> float:
         """Returns the squared L2 distance, in units, to other sums of the same grid. Collective."""

@@ -64,6 +64,13 @@ class Total:
                 totals.append(cls(part.view(dtype)[:count], None, unit))
         return totals
 
+    def set_to(self, total: "Total") -> None:
+        """Takes over the sum of another total of the same layout."""
+        self.low.copy_(total.low)
+        if self.high is not None and total.high is not None:
+            self.high.copy_(total.high)
+        self._num_waiting = total._num_waiting
+
     def add(self, parts: Sequence[Tensor], num_examples: int, first: int = 0) -> None:
         """Adds a contribution of `num_examples` examples from entry `first` on.
 

@@ -89,9 +89,9 @@ class Sign(torch.autograd.Function):
 
 
 def capacity(model: Net, h: Tensor) -> Tensor:
-    """Two examples alone have a place at an expert."""
+    """Eight examples alone have a place at an expert."""
     wants_B = h[:, 0] > 0
-    has_place_B = wants_B & (wants_B.cumsum(0) <= 2)
+    has_place_B = wants_B & (wants_B.cumsum(0) <= 8)
     return torch.where(has_place_B[:, None], 2 * h, h)
 
 
@@ -283,7 +283,7 @@ class Late(nn.Module):
 def mixing_loop(run_dir: Path) -> tuple[Any, Late]:
     """A loop that has taken two steps and is about to mix."""
     model = Late()
-    loop = make(run_dir, model)
+    loop = make(run_dir, model, expected_batch_size=40)  # rows without an example are few
     loop.step()
     loop.step()
     model.strength = 0.01
