@@ -306,7 +306,7 @@ def test_an_alarm_takes_the_claim_of_the_whole_run_back(tmp_path: Path) -> None:
             getattr(loop, claim)
     loop.close()
     with pytest.raises(PrivacyStateRefused, match="does not go on") as refused:
-        make(run_dir, Late())
+        make(run_dir, Late(), expected_batch_size=40)
     assert refused.value.exit_code == 4
     with pytest.raises(PrivacyConfigError, match="guarantee"):
         make(tmp_path / "next", Late(), starts_from=run_dir)
