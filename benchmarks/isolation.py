@@ -1,6 +1,6 @@
 """The cost of the check of secret micro-batches, and its false alarms where examples stay apart.
 
-    python benchmarks/isolation.py --json [--rows 1000000] [--only vip_tiny ...]
+    python benchmarks/isolation.py --json [--rows 500000] [--seconds 600] [--only vip_tiny ...]
 
 Honest rows: micro-batches of random rows, of the models of all recipes in fp32 and bf16, are
 checked as a run checks them (privacy/guards/isolation.py). Models of more than LARGE numbers have
@@ -153,8 +153,8 @@ def measure_cost(name: str) -> dict[str, Any]:
     return {"checked_by_plain": round(ratio, 3), "share_of_a_run": round((ratio - 1) / WINDOW, 4)}
 
 
-def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
-    """Checks this many random rows, and returns the number of alarms."""
+def honest_rows(name: str, dtype: str, num_rows: int, seconds: float) -> dict[str, Any]:
+    """Checks random rows until there are enough or time is over; returns the number of alarms."""
     bench = Bench(Workload(name), DTYPES[dtype], SIZES.get(name, DEFAULT_SIZE))
     keeps_bits = bench.start()
     agreements: list[Agreement] = []
@@ -168,7 +168,7 @@ def honest_rows(name: str, dtype: str, num_rows: int) -> dict[str, Any]:
     rows = 0
     alarms = 0
     start = time.time()
-    while rows < num_rows:
+    while rows < num_rows and time.time() - start < seconds:
         bench.clipped.zero_()
         part = bench.workload.micro_batch(bench.size, bench.generator)
         try:
@@ -206,7 +206,8 @@ def main() -> None:
     """Prints costs and false alarms as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of all models together")
+    parser.add_argument("--rows", type=int, default=500_000, help="of each model and dtype")
+    parser.add_argument("--seconds", type=float, default=600, help="the most for each of these")
     parser.add_argument("--only", nargs="*", help="recipes, or own_loop")
     options = parser.parse_args()
     keep_freed_memory()
@@ -216,7 +217,7 @@ def main() -> None:
     honest: dict[str, Any] = {}
     for name in names:
         for dtype in DTYPES:
-            alarms = honest_rows(name, dtype, options.rows)
+            alarms = honest_rows(name, dtype, options.rows, options.seconds)
             honest[f"{name} {dtype}"] = alarms
             print(name, dtype, alarms, file=sys.stderr)
     print(json.dumps({"cost": costs, "honest_rows": honest}, indent=1))
