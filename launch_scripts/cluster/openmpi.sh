@@ -1,8 +1,10 @@
 #!/bin/bash
-# Training on the hosts of a hostfile with Open MPI as the starter: `openmpi.sh HOSTFILE arguments of launch_scripts/train.py`.
+# Training on the hosts of a hostfile with Open MPI as the starter: `openmpi.sh HOSTFILE arguments
+# of launch_scripts/train.py`.
 #
-# Open MPI starts one rank per slot and forwards what -x names; MASTER_ADDR, where the ranks meet, is the first host of the file.
-# Variables for all ranks go to .deepspeed_env (docs/running.md). OPENMPI_ARGS holds further options of mpirun.
+# Open MPI starts one rank per slot and forwards what -x names; MASTER_ADDR, where the ranks meet,
+# is the first host of the file. Variables for all ranks go to .deepspeed_env (docs/running.md).
+# OPENMPI_ARGS holds further options of mpirun.
 set -eu
 if [ $# -lt 2 ] || [ ! -f "$1" ]; then
     echo "usage: openmpi.sh HOSTFILE --ds_config FILE ... (HOSTFILE: see launch_scripts/cluster/hostfile.example)" >&2
@@ -15,7 +17,8 @@ if ! ompi="$(command -v ompi_info)"; then
     exit 2
 fi
 deepspeed="$(command -v deepspeed)"
-# The mpich wheel puts an mpirun of its own into .venv/bin; the one next to ompi_info must be found first.
+# The mpich wheel puts an mpirun of its own into .venv/bin; the one next to ompi_info must be found
+# first.
 PATH="$(dirname "$ompi"):$PATH"
 export PATH
 head="$(awk '!/^[[:space:]]*(#|$)/ { print $1; exit }' "$hostfile")"

@@ -1,7 +1,9 @@
 #!/bin/bash
-# Training with torchrun, started on every host alike: `HEAD=node1 NNODES=4 GPUS=8 torchrun.sh arguments of launch_scripts/train.py`.
+# Training with torchrun, started on every host alike: `HEAD=node1 NNODES=4 GPUS=8 torchrun.sh
+# arguments of launch_scripts/train.py`.
 #
-# HEAD is any of the hosts; its agent keeps the rendezvous at port PORT (29400). On a machine without GPUs, GPUS is the number of ranks.
+# HEAD is any of the hosts; its agent keeps the rendezvous at port PORT (29400). On a machine
+# without GPUs, GPUS is the number of ranks.
 set -eu
 if [ $# -lt 1 ] || [ -z "${HEAD:-}" ] || [ -z "${NNODES:-}" ]; then
     echo "usage: HEAD=HOST NNODES=N [GPUS=N] [PORT=29400] torchrun.sh --ds_config FILE ..." >&2
