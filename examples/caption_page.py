@@ -1,10 +1,11 @@
-"""A page in the browser that captions pictures, and states what is known of the privacy of its weights.
+"""Serves a page that captions pictures and states the privacy of its weights.
 
     pip install gradio 'transformers>=5'
     python launch_scripts/export.py --checkpoint runs/latest --format safetensors runs/captioner
     python examples/caption_page.py runs/captioner
 
-The model's code comes with the weights, and this runs it: open only what you have exported, or whose exporter you trust.
+The model's code comes with the weights, and this program runs it: open only weights that you have
+exported, or whose exporter you trust.
 """
 
 import json
@@ -24,7 +25,10 @@ about = json.loads((folder / "config.json").read_text())["about"]
 privacy = "These weights have no formal guarantee of privacy."
 if about["formal_guarantee"]:  # rounded up, as the card does
     epsilon = math.ceil(1000 * about["epsilon"]) / 1000
-    privacy = f"Trained with epsilon {epsilon:g} at delta {about['delta']:g}; privacy_card.json says of what."
+    privacy = (
+        f"Trained with epsilon {epsilon:g} at delta {about['delta']:g}; "
+        "privacy_card.json says of what."
+    )
 
 
 def caption(picture: Image.Image) -> str:

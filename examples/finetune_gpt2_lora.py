@@ -1,4 +1,4 @@
-"""transformers' Trainer with private steps: adapters of a GPT-2 learn lines of numpy's documentation, byte by byte.
+"""Has adapters of a GPT-2 learn numpy's documentation, by private steps of transformers' Trainer.
 
     python examples/finetune_gpt2_lora.py [RUN_DIR]
 

@@ -1,9 +1,10 @@
-"""transformers' Trainer with private steps: a ViT learns digits, all of it, or low-rank adapters of peft and the head.
+"""Has a ViT learn digits by private steps of transformers' Trainer: all of it, or adapters of peft.
 
     python examples/finetune_vit.py [RUN_DIR] [--lora]
 
-The weights are random and tiny, so that this runs without a download; adapters over random weights learn little. In place of the
-config take `ViTForImageClassification.from_pretrained(FOLDER, num_labels=10)`, with weights of public data.
+The weights are random and tiny, so that this runs without a download; adapters over random weights
+learn little. In place of the config take
+`ViTForImageClassification.from_pretrained(FOLDER, num_labels=10)`, with weights of public data.
 """
 
 import sys

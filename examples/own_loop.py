@@ -1,6 +1,6 @@
 """A training loop of one's own: a small network learns digits at epsilon 3.
 
-python examples/own_loop.py [RUN_DIR]        # the same command again resumes, or says that the run is finished
+python examples/own_loop.py [RUN_DIR]        # the same command again resumes an unfinished run
 """
 
 import sys
@@ -38,6 +38,7 @@ with PrivateLoop(
         if step.number % 20 == 0:
             right = (model(images[1500:]).argmax(1) == labels[1500:]).float().mean()
             print(
-                f"step {step.number}: epsilon {step.epsilon:.2f}, {right:.1%} of the held-out digits are right"
+                f"step {step.number}: epsilon {step.epsilon:.2f}, "
+                f"{right:.1%} of the held-out digits are right"
             )
 print(f"{loop.claim}; card: {loop.write_card()}")

@@ -1,10 +1,10 @@
 """The same loop on several ranks, with `accelerate`.
 
-    torchrun --standalone --nproc_per_node 2 examples/with_accelerate.py [RUN_DIR]     # two CPU ranks
-    accelerate launch --num_processes 2 examples/with_accelerate.py [RUN_DIR]          # two GPUs
+    torchrun --standalone --nproc_per_node 2 examples/with_accelerate.py [RUN_DIR]  # two CPU ranks
+    accelerate launch --num_processes 2 examples/with_accelerate.py [RUN_DIR]       # two GPUs
 
-The loop reduces clipped sums by itself, once per logical batch, so nothing is given to `prepare()`: a wrapped model would reduce
-gradients that are not clipped yet.
+The loop reduces clipped sums by itself, once per logical batch, so nothing is given to `prepare()`:
+a wrapped model would reduce gradients that are not clipped yet.
 """
 
 import os
@@ -49,7 +49,8 @@ with PrivateLoop(
     for step in loop:
         if step.number % 20 == 0:
             accelerator.print(
-                f"step {step.number} on {accelerator.num_processes} ranks: epsilon {step.epsilon:.2f}"
+                f"step {step.number} on {accelerator.num_processes} ranks: "
+                f"epsilon {step.epsilon:.2f}"
             )
 right = (
     (model(images[1500:].to(accelerator.device)).argmax(1).cpu() == labels[1500:]).float().mean()

@@ -87,8 +87,8 @@ class TrainingTask:
         `model(**inputs)` is loss_B, and `model.blocks()` lists its repeated units.
 
         Args:
-            module_hook: called with every module as soon as its own weights are set; shards models that
-                do not fit one process.
+            module_hook: called with every module as soon as its own weights are set; shards models
+                that do not fit one process.
             one_block: builds only one of the repeated units in each stack: a twin that fits
                 anywhere, for checks.
         """
