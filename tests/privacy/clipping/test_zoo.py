@@ -4,7 +4,7 @@ Tiny models of tests/records/2026-11-26-foreign-models.md, in float64, against a
 examples in one of the micro-batches. Parameters that the loss never reaches are frozen first, as `fix` does.
 """
 
-# ruff: noqa: E501  # one model a line
+# one model a line
 
 import re
 from collections.abc import Callable
