@@ -32,7 +32,7 @@ from privacy.plan.request import PlanRequest  # noqa: E402
 from privacy.ranks.allocator import keep_freed_memory  # noqa: E402
 from privacy.ranks.engine import to_device  # noqa: E402
 from privacy.run.mechanism import mechanism_of  # noqa: E402
-from privacy.step.own_engine import LoopEngine  # noqa: E402
+from privacy.step.loop_engine import LoopEngine  # noqa: E402
 from trainer.config.recipe import load_config  # noqa: E402
 from trainer.tasks import make_task  # noqa: E402
 

@@ -219,7 +219,7 @@ def heldout_scores(
     arm: Arm, model: Any, world: Scenes, among: str = "captioned", count: int = 1000
 ) -> dict[str, float]:
     """Returns loss, blind line, and shares of right words and captions, on held-out scenes."""
-    from trainer.tasks.blind import CaptionFrequencies
+    from trainer.tasks.baselines import CaptionFrequencies
 
     index = np.arange(HELD_OUT, HELD_OUT + count)
     if arm.task == "autoencoder":

@@ -23,8 +23,8 @@ from data.errors import DataError
 from data.examples.tokenizer import CaptionTokenizer
 from data.examples.transforms import denormalize
 from data.synthetic.render import contact_sheet
+from evaluation.command_options import GRID, CaptionsOptions, CheckpointOptions, ImageOptions
 from evaluation.features import open_checkpoint
-from evaluation.options import GRID, CaptionsOptions, CheckpointOptions, ImageOptions
 from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import Example, Source, decoded_batches, open_source
 from models.captioner import Captioner

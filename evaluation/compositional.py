@@ -25,7 +25,7 @@ from data.synthetic import shapes
 from data.synthetic.generate import SyntheticData, SyntheticExample
 from data.synthetic.vocabulary import BASIC, OPPOSITES
 from evaluation.captions import open_captioner
-from evaluation.options import AroOptions
+from evaluation.command_options import AroOptions
 from evaluation.results import DataUse, Results
 from evaluation.scoring import encoded_captions, log_probs_per_image, tokens_of
 from evaluation.sources import encode_png, whole_image

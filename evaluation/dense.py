@@ -30,9 +30,9 @@ from data.synthetic.generate import SyntheticData
 from data.synthetic.render import draw
 from data.synthetic.scene import Scene, Texture
 from data.synthetic.shapes import SIMPLE
+from evaluation.command_options import DenseOptions
 from evaluation.encoder import encoder_of, token_maps
 from evaluation.features import open_checkpoint
-from evaluation.options import DenseOptions
 from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.sources import bytes_of, encode_png, whole_image
 from trainer.errors import ConfigError

@@ -7,7 +7,7 @@ blocks, h w patches per side.
 import torch
 from torch import Tensor, nn
 
-from evaluation.options import FeatureOptions
+from evaluation.command_options import FeatureOptions
 from models.captioner import Captioner
 from models.layers import PositionEmbedding, resized_positions
 from models.vit import VisionTransformer

@@ -24,9 +24,9 @@ from torch import nn
 
 from data.errors import DataError, ReadError
 from data.files import atomic_file, write_durably
+from evaluation.command_options import CommandOptions, FeatureOptions, ImageOptions
 from evaluation.encoder import check_options, encoder_of
 from evaluation.encoder import features as features_of
-from evaluation.options import CommandOptions, FeatureOptions, ImageOptions
 from evaluation.results import DataUse, ModelFacts
 from evaluation.sources import Augmentation, Source, decoded_batches, open_source
 from privacy.ranks import collectives

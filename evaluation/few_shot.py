@@ -14,9 +14,9 @@ import torch
 from scipy import stats
 
 from data.errors import DataError
+from evaluation.command_options import FewShotOptions
 from evaluation.features import device_of, load_inputs
 from evaluation.linear_probe import regression
-from evaluation.options import FewShotOptions
 from evaluation.results import Results
 
 DPCAP_RIDGE = 0.0025

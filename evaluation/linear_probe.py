@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.errors import DataError
+from evaluation.command_options import LinearProbeOptions
 from evaluation.features import compute, device_of, load_inputs
-from evaluation.options import LinearProbeOptions
 from evaluation.results import Results
 from evaluation.sources import Augmentation
 from trainer.errors import ConfigError

@@ -23,7 +23,7 @@ from privacy.errors import printable, say
 from privacy.files.public import without_folders
 from privacy.ledger.claim import claim_of
 from privacy.plan.limits import json_value
-from privacy.step.folder import environment
+from privacy.step.run_folder import environment
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.weights.provenance import proof_of
 
@@ -131,7 +131,7 @@ class PrivateRelease:
 
 @dataclass(frozen=True)
 class Results:
-    """The results that a command of `evaluation.options` returns.
+    """The results that a command of `evaluation.command_options` returns.
 
     Attributes:
         name: of the command.

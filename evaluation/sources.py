@@ -35,7 +35,7 @@ from data.reading.loader import Failure
 from data.reading.reader import TarReader
 from data.reading.storage import RemoteOptions
 from data.reading.workers import data_loader
-from evaluation.options import CaptionedOptions, ImageOptions, LabelledOptions
+from evaluation.command_options import CaptionedOptions, ImageOptions, LabelledOptions
 from privacy.errors import say
 from privacy.ranks.collectives import first_on_main, rank
 from trainer.progress import track

@@ -20,8 +20,8 @@ from data.synthetic.generate import SyntheticData
 from data.synthetic.shapes import SIMPLE
 from data.synthetic.vocabulary import BASIC, with_article
 from evaluation.captions import open_captioner, usable_batches
+from evaluation.command_options import ZeroShotOptions
 from evaluation.compositional import examples_with_shapes
-from evaluation.options import ZeroShotOptions
 from evaluation.results import DataUse, Results
 from evaluation.scoring import encoded_captions, tree_log_probs
 from evaluation.sources import Arrays, Source, open_source

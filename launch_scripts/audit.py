@@ -125,7 +125,7 @@ def main() -> int:
             report = run_audit(run_dir, options.canaries, options.checkpoint, ROOT)
         else:
             from data.index.tar_index import ExampleTable
-            from privacy.audit.folder import ledger_audit, schedule_audit
+            from privacy.audit.run_audit import ledger_audit, schedule_audit
 
             index = run_dir / "private" / "index"
             if isinstance(options, ScheduleOptions):

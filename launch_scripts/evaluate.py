@@ -25,7 +25,7 @@ require_packages()
 # prints a line of its own.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from evaluation.options import COMMANDS, Command, CommandOptions
+from evaluation.command_options import COMMANDS, Command, CommandOptions
 from trainer.config.cli import Parser, explain, run_command
 from trainer.config.options import add_options, parse_options, require_folders
 from trainer.errors import ConfigError

@@ -90,9 +90,9 @@ def main() -> int:
     if code != 0:
         print(f"error: training ended with exit code {code}; run folder {run_dir}", file=sys.stderr)
         return code
-    from privacy.card.folder import write_card
+    from privacy.card.run_card import write_card
+    from trainer.card_of_run import build_card
     from trainer.progress import working
-    from trainer.report import build_card
 
     with working("computing the privacy card"):
         card = build_card(run_dir)
@@ -155,7 +155,7 @@ def _shown(path: Path) -> str:
 def _captions_right(run_dir: Path) -> float | None:
     """Writes the sheet of held-out pictures and returns the share of captions that are right."""
     from evaluation.captions import captions, equal_words
-    from evaluation.options import CaptionsOptions
+    from evaluation.command_options import CaptionsOptions
     from trainer.config.recipe import load_config
 
     heldout = load_config(run_dir / "config.toml").heldout

@@ -56,11 +56,11 @@ def report(options: ReportOptions) -> "PrivacyCard":
         PrivacyStateRefused: the ledger is broken, or contradicts config.toml (exit 4).
     """
     from privacy.accounting.rounding import rounded_up
-    from privacy.card.folder import write_card
+    from privacy.card.run_card import write_card
     from privacy.errors import say
+    from trainer.card_of_run import build_card
     from trainer.errors import ConfigError
     from trainer.publish import fingerprint, publish
-    from trainer.report import build_card
     from trainer.weights import require_new
 
     if options.time_stamp is not None and options.publish is None:

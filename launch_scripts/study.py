@@ -68,8 +68,8 @@ class ReportOptions(Options):
 def run(options: RunOptions) -> int:
     """Trains all points that are not done."""
     from trainer.studies.executors import exit_code, run_local, submit_array
-    from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import load_study, plan_points, require_useful_starts
+    from trainer.studies.study_folder import StudyFolder
 
     study = load_study(options.study)
     folder = StudyFolder(options.study_dir or ROOT / "runs" / "studies" / study.name)
@@ -107,9 +107,9 @@ def run(options: RunOptions) -> int:
 
 def report(options: ReportOptions) -> int:
     """Writes study_dir/report/ from the folders of the runs, finished or not."""
-    from trainer.studies.folder import StudyFolder
     from trainer.studies.grid import load_study, plan_points
-    from trainer.studies.report import collect, write_report
+    from trainer.studies.study_folder import StudyFolder
+    from trainer.studies.study_report import collect, write_report
 
     folder = StudyFolder(options.study_dir)
     study = load_study(folder.definition)

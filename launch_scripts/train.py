@@ -59,8 +59,8 @@ LAUNCHER = launcher_processes()
 
 from privacy.errors import folded, say
 from trainer.config.cli import Parser, explain, prepare_console, require_open_files
-from trainer.config.optimizer import key_lines
 from trainer.config.recipe import EngineName, RunConfig, load_config, resolve_recipe
+from trainer.config.sections import key_lines
 from trainer.errors import in_one_line
 from trainer.ranks.discovery import (
     HEARTBEAT_SECONDS,

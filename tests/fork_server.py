@@ -47,7 +47,7 @@ PRELOADED = (
     "rich._emoji_codes",
     "trainer.config.cli",
     "trainer.run.start",
-    "trainer.report",
+    "trainer.card_of_run",
     "trainer.publish",
     "trainer.engines.deepspeed",
     "trainer.engines.fairscale",

@@ -49,7 +49,7 @@ API = {
     ),
     "card": (
         "Card and audits",
-        "privacy.card.model privacy.card.report privacy.audit.folder",
+        "privacy.card.model privacy.card.ledger_card privacy.audit.run_audit",
     ),
     "step": (
         "One step",
@@ -57,7 +57,7 @@ API = {
     ),
     "recipe": (
         "Recipe and machine",
-        "trainer.config.recipe trainer.config.optimizer trainer.config.machine",
+        "trainer.config.recipe trainer.config.sections trainer.config.machine",
     ),
     "trainer": ("Training", "trainer.run.start trainer.loop.fit trainer.tasks.base"),
     "models": (

@@ -9,8 +9,8 @@ import stat
 import urllib.request
 from pathlib import Path
 
+from privacy.card.ledger_card import read_snapshot
 from privacy.card.model import LedgerFile
-from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint, require_recorded
 from privacy.errors import NotRecorded, printable
 from privacy.files.durable import replace_file

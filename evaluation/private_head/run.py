@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from safetensors.numpy import save_file
 
 from data.errors import DataError
+from evaluation.command_options import PrivateHeadOptions
 from evaluation.features import WHITEN_ON, Features, device_of, load_inputs
 from evaluation.linear_probe import cross_validated_regression
-from evaluation.options import PrivateHeadOptions
 from evaluation.private_head.methods import METHODS, Budget, HeadMethod, accuracy
 from evaluation.private_head.rows import ROWS_PER_BLOCK, Rows, rounding
 from evaluation.results import PrivateRelease, Results
@@ -33,14 +33,14 @@ from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused,
 from privacy.files.durable import make_directory, require_distinct_files
 from privacy.files.toml_text import toml_value
 from privacy.guards.premises import NoisedSum, require_noised
-from privacy.ledger.claim import ParentLedger, claim_of, keep_copies, parent_states, require_kept
-from privacy.ledger.members import (
+from privacy.ledger.attempts import (
     FILE,
     MarkedLedger,
     ledger_gap,
     members_digest,
     read_lines,
 )
+from privacy.ledger.claim import ParentLedger, claim_of, keep_copies, parent_states, require_kept
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.noise.source import NoiseSource, SystemNoise
@@ -48,7 +48,7 @@ from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
 from trainer.errors import ConfigError
-from trainer.weights.start import ledgers_of
+from trainer.weights.initial_weights import ledgers_of
 
 WHITENING_FLOOR = 1e-3
 """Is added to every variance, as a part of the largest one: without it, whitening would magnify the

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import ConfigError, in_one_line, printable, say
 
 if TYPE_CHECKING:
-    from ..audit.report import AuditReport
+    from ..audit.audit_report import AuditReport
 
 OF_THE_TRAINER = ("mechanism", "run", "canaries")
 SIZES = ("num_examples", "expected_batch_size", "num_steps")
@@ -76,7 +76,7 @@ def plan(options: argparse.Namespace) -> int:
 def report(options: argparse.Namespace) -> int:
     """Writes RUN_DIR/report/privacy_card.json, .md and .html."""
     from ..accounting.rounding import rounded_up
-    from ..card.folder import build_card, write_card
+    from ..card.run_card import build_card, write_card
 
     card = build_card(options.run_dir)
     paths = write_card(options.run_dir, card)
@@ -96,7 +96,7 @@ def audit(options: argparse.Namespace) -> int:
             f"audit {options.kind} is not in the library: take launch_scripts/audit.py "
             f"{options.kind} of a clone of the project"
         )
-    from ..audit.folder import ledger_audit, schedule_audit
+    from ..audit.run_audit import ledger_audit, schedule_audit
 
     run_audit = schedule_audit if options.kind == "schedule" else ledger_audit
     return conclude(run_audit(options.run_dir), options.run_dir, as_json=options.json)

@@ -11,8 +11,8 @@ from ..errors import PrivacyConfigError, PrivacyStateRefused, refusing
 from ..files import durable
 from ..plan.numbers import PrivacyPlan, require_equal, with_constant_bound
 from ..sampling.keys import SamplingKey
+from .attempts import ledger_gap, read_lines, record_gap
 from .ledger import PROGRAM_START, Ledger
-from .members import ledger_gap, read_lines, record_gap
 from .records import read_ledger
 from .shared import Membership, SharedLedger
 
@@ -59,7 +59,7 @@ def open_run_state(
         shared: the data owner's ledger, where the run's whole budget is reserved before this
             returns; a run without a guarantee is counted there, if the owner permits such runs.
         has_checkpoint: whether the folder holds a checkpoint, which is refused without its ledger.
-        members: the private record of attempts (privacy/ledger/members.py), made here for a new
+        members: the private record of attempts (privacy/ledger/attempts.py), made here for a new
             ledger and compared with an existing one; None for a program that keeps none.
         mend_at_once: whether an existing ledger is mended at once; otherwise the caller calls
             `Ledger.mend` after its own checks.

@@ -21,8 +21,8 @@ from ..ledger.claim import (
     require_kept,
 )
 from ..ledger.records import read_state
-from ..run.ledger import Recorded
-from ..step.folder import RunFolder
+from ..run.run_ledger import Recorded
+from ..step.run_folder import RunFolder
 
 StartsFrom = Literal["public"] | str | Path | Sequence[str | Path]
 TRAINED: dict[Path, Mapping[str, Any]] = {}

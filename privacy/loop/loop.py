@@ -28,15 +28,15 @@ from ..accounting.rounding import rounded_up, useless_delta
 from ..boundary import Private
 from ..errors import BUDGET_SPENT, BudgetSpent, MixedExamples, PrivacyConfigError, RemoteError
 from ..gradients.fallback import Fallback
-from ..guards.own_engine import require_alike, require_model
+from ..guards.watched_engine import require_alike, require_model
 from ..ledger.records import WHY_MIXED
 from ..plan.releases import SENSITIVITY_SLACK
 from ..plan.request import PlanRequest, require_types
 from ..ranks import collectives
 from ..run.run import Finished, Run, Step, open_run
 from ..step.averaging import WeightAverage
-from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, short_text
+from ..step.run_folder import RunFolder
 from ..step.step import MicroBatch
 from . import lineage
 from .fields import Example, Field
@@ -525,7 +525,7 @@ class PrivateLoop:
 
         The card is written as JSON, Markdown and one HTML page.
         """
-        from ..card.folder import build_card, write_card
+        from ..card.run_card import build_card, write_card
 
         def write() -> Path:
             pages = write_card(self.run_dir, build_card(self.run_dir))

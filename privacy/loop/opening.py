@@ -30,20 +30,20 @@ from ..gradients.recorder import Task
 from ..guards.fingerprints import fixed_tensors, in_order, overlaps
 from ..guards.isolation import Isolation
 from ..guards.neighbours import require_neighbours_apart
-from ..guards.own_engine import WatchedEngine, require_alike
 from ..guards.selfcheck import check_against_autograd, check_at_size
 from ..guards.unchanged import SelfChecked, fitted
+from ..guards.watched_engine import WatchedEngine, require_alike
 from ..plan.numbers import PrivacyPlan
 from ..plan.request import PlanRequest
 from ..ranks import collectives
 from ..ranks.engine import to_device
 from ..ranks.fsdp import full, is_dtensor, kind_of, put_away
-from ..run.ledger import Opening, RunLedger, open_ledger
 from ..run.mechanism import mechanism_of
 from ..run.run import Parts, Stored
+from ..run.run_ledger import Opening, RunLedger, open_ledger
 from ..step.averaging import WeightAverage
-from ..step.folder import RunFolder
 from ..step.optimizer_state import rate_of, settings, short_text
+from ..step.run_folder import RunFolder
 from . import lineage
 from .hugging_face import loss_of
 from .reading import REPEATED_SAMPLE, SAMPLE, ItemNotRead, Reader

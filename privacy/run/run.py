@@ -39,9 +39,9 @@ from ..plan.numbers import PrivacyPlan
 from ..ranks import clock, collectives
 from ..ranks.engine import ShardState
 from ..step.batches import LogicalBatches, StepBatch, max_micro_batches
-from ..step.folder import RunFolder
+from ..step.run_folder import RunFolder
 from ..step.step import Charge, Mechanism, MicroBatch, StepRecord, train_step
-from .ledger import Opening, RunLedger
+from .run_ledger import Opening, RunLedger
 
 
 class Stored(NamedTuple):
@@ -105,7 +105,7 @@ class Start(Protocol):
         ...
 
     def open_ledger(self) -> Opening:
-        """Calls `privacy.run.ledger.open_ledger` with the side's plan."""
+        """Calls `privacy.run.run_ledger.open_ledger` with the side's plan."""
         ...
 
     def take_weights(self, checkpoint: Checkpoint) -> None:

@@ -29,7 +29,7 @@ from ..sums.totals import real_numbers_
 
 
 class StepLedger(Protocol):
-    """Writes the two records of a step; collective. `privacy.run.ledger.RunLedger` charges."""
+    """Writes the two records of a step; collective. `privacy.run.run_ledger.RunLedger` charges."""
 
     def intent(self, step: int, *, releases: Sequence[Release]) -> None:
         """Charges durably, before a value that depends on a gradient leaves its process."""

@@ -34,10 +34,10 @@ from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
 from privacy.ranks.engine import Piece, ShardState
-from privacy.run.ledger import RunLedger
 from privacy.run.run import begins_again, load_newest
+from privacy.run.run_ledger import RunLedger
 from privacy.step.batches import StepBatch
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 
 STEPS = 3
 PLAN = make_plan(
@@ -74,7 +74,7 @@ def quick(number: int) -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "token_bytes", token)
         patch.setattr(secrets, "token_hex", lambda size: token(size).hex())
-        patch.setattr("privacy.run.ledger.environment", dict)
+        patch.setattr("privacy.run.run_ledger.environment", dict)
         patch.setattr(
             privacy.ledger.shared_records, "total_epsilon", lambda *_arguments, **_more: 0.1
         )

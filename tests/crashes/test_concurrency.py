@@ -21,8 +21,8 @@ from privacy.ledger.run_state import SharedTerms, open_run_state
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
-from privacy.step import folder as run_folder
-from privacy.step.folder import RunFolder
+from privacy.step import run_folder
+from privacy.step.run_folder import RunFolder
 from tests.crashes import program
 from trainer.errors import in_one_line
 

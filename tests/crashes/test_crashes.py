@@ -13,7 +13,7 @@ import privacy.ledger.run_state
 from privacy.files import durable
 from privacy.ledger.chain import AppendOnly, ChainFile
 from privacy.ledger.shared import Membership, SharedLedger
-from privacy.run.ledger import RunLedger
+from privacy.run.run_ledger import RunLedger
 from tests.crashes.disk import Names, States, put
 from tests.crashes.exploration import (
     DRAWS,
@@ -136,7 +136,7 @@ def folder_above_not_synced(patch: pytest.MonkeyPatch) -> None:
         if not path.is_dir():
             durable.make_one_directory(path, mode)
 
-    patch.setattr("privacy.step.folder.make_directory", make)
+    patch.setattr("privacy.step.run_folder.make_directory", make)
 
 
 def rename_without_fsync_of_the_file(patch: pytest.MonkeyPatch) -> None:

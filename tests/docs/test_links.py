@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import GUIDES, PAGES, ROOT, anchors, project_files, prose, read, spans
-from trainer.config.optimizer import key_lines
 from trainer.config.options import Options
 from trainer.config.recipe import RunConfig
+from trainer.config.sections import key_lines
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SUFFIXES = "safetensors|pth|py|md|toml|json|jsonl|sh|sbatch|txt|html|png|npz|npy|csv|example"

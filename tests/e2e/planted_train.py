@@ -40,9 +40,9 @@ from privacy.checkpoints import write as checkpoint_writer  # noqa: E402
 from privacy.clipping import ClippedSum  # noqa: E402
 from privacy.files import durable  # noqa: E402
 from privacy.ledger import chain  # noqa: E402
+from privacy.ledger.attempts import MarkedLedger  # noqa: E402
 from privacy.ledger.chain import AppendOnly  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
-from privacy.ledger.members import MarkedLedger  # noqa: E402
 from privacy.noise.source import SystemNoise  # noqa: E402
 from privacy.run import run as loop  # noqa: E402
 from privacy.step import step as one_step  # noqa: E402

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from privacy.audit.folder import ledger_audit, schedule_audit
+from privacy.audit.run_audit import ledger_audit, schedule_audit
 from privacy.ledger.records import read_ledger
 from tests.e2e.launch import PLANTED, alone, count, train_arguments
 from tests.e2e.planted_train import POINTS

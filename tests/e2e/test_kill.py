@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from privacy.card.folder import read_utility
+from privacy.card.run_card import read_utility
 from privacy.ledger.records import read_ledger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.sampler import sampler_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from privacy.audit.folder import ledger_audit, schedule_audit
+from privacy.audit.run_audit import ledger_audit, schedule_audit
 from tests.e2e.launch import PLANTED, alone, count, ledger_lines, train_arguments
 
 RESTART = "--restart_from_step_0"

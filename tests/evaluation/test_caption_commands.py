@@ -14,8 +14,8 @@ from PIL import Image
 from data.errors import DataError
 from data.examples.transforms import eval_image
 from evaluation.captions import caption_metrics, equal_words, require_metrics
+from evaluation.command_options import CaptionedOptions
 from evaluation.compositional import Choice, pixels_of, read_aro
-from evaluation.options import CaptionedOptions
 from evaluation.sources import decoded_batches, open_source
 from models.generation import greedy_captions
 from tests.evaluation.conftest import TOKENIZER, Evaluate

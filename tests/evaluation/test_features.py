@@ -13,9 +13,9 @@ from PIL import Image
 from data.errors import DataError
 from data.examples.transforms import eval_image
 from data.index.tar_writer import write_shard
+from evaluation.command_options import FeatureOptions, LabelledOptions
 from evaluation.encoder import check_options, encoder_of, features, token_maps
 from evaluation.features import Features, extract, read_features, stored_features
-from evaluation.options import FeatureOptions, LabelledOptions
 from evaluation.sources import Arrays, encode_png, open_source
 from models.config import masked_autoencoder_config
 from models.masked_autoencoder import build_masked_autoencoder

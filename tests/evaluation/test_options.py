@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.options import COMMANDS, Command
+from evaluation.command_options import COMMANDS, Command
 from tests.evaluation.conftest import Evaluate
 from tests.evaluation.support import save_pictures
 

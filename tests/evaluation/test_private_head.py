@@ -17,7 +17,7 @@ import torch
 from scipy import stats
 from torch.nn import functional
 
-from evaluation.options import HeadMethod as Offered
+from evaluation.command_options import HeadMethod as Offered
 from evaluation.private_head import methods, rows
 from evaluation.private_head.methods import METHODS, Budget, Piece, Statistic, accuracy
 from evaluation.private_head.rows import Rows, clip_rows, rounding

@@ -27,9 +27,9 @@ from evaluation.private_head.run import (
     without_noise,
 )
 from privacy import verify
-from privacy.audit.folder import ledger_audit
-from privacy.card.folder import write_card
+from privacy.audit.run_audit import ledger_audit
 from privacy.card.render import to_markdown
+from privacy.card.run_card import write_card
 from privacy.errors import BudgetSpent, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
@@ -37,8 +37,8 @@ from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from tests.evaluation.conftest import Evaluate
 from tests.evaluation.support import digits, exact_delta, save_digits, spent
+from trainer.card_of_run import build_card
 from trainer.errors import ConfigError
-from trainer.report import build_card
 
 RANDOM = np.random.default_rng(0)
 FEATURES, LABELS = RANDOM.normal(size=(200, 6)), RANDOM.integers(0, 3, 200)

@@ -13,11 +13,11 @@ from sklearn.linear_model import LogisticRegression
 
 from data.errors import DataError
 from data.examples.transforms import train_image
+from evaluation.command_options import FeatureOptions
 from evaluation.encoder import features
 from evaluation.features import compute
 from evaluation.few_shot import few_shot_probe, interval, split, unit_rows
 from evaluation.linear_probe import cross_validated_regression, fold_of, lars_probe, regression
-from evaluation.options import FeatureOptions
 from evaluation.sources import Arrays, Augmentation
 from tests.evaluation.conftest import Evaluate
 from tests.evaluation.support import digits, pictures, save_digits, save_pictures

@@ -40,8 +40,8 @@ from tests.privacy.ledger_files import NUMBERS, PLAN, remove_ledger
 from tests.trainer.trained_runs import CONTRADICTED, SECRET, recipe, trained
 from trainer.config.recipe import InitSection
 from trainer.errors import ConfigError
+from trainer.weights.initial_weights import find_checkpoint, initialisation_facts, load_start
 from trainer.weights.open_model import open_model
-from trainer.weights.start import find_checkpoint, initialisation_facts, load_start
 
 ROOT = Path(__file__).resolve().parents[2]
 EPSILON = re.compile(r"epsilon\W{0,3}\d", re.IGNORECASE)

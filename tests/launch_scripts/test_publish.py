@@ -13,16 +13,16 @@ from evaluation.results import DataUse, ModelFacts, Results
 from evaluation.results import publish as publish_results
 from launch_scripts.report import ReportOptions, report
 from launch_scripts.shared_ledger import ShowOptions, show
-from privacy.card.folder import write_card
+from privacy.card.ledger_card import read_snapshot
 from privacy.card.model import LedgerFile
-from privacy.card.report import read_snapshot
+from privacy.card.run_card import write_card
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from tests.trainer.trained_runs import SECRET, recipe, trained
+from trainer.card_of_run import build_card
 from trainer.errors import ConfigError
 from trainer.publish import FIXED_TIME, publish
-from trainer.report import build_card
 
 PLAIN = [
     "config.toml",

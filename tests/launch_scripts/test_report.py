@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
+from privacy.card.run_card import write_card
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import make_plan
@@ -14,7 +14,7 @@ from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.ledger_files import take_step
 from tests.privacy.published import config_of
 from tests.processes import run_python
-from trainer.report import build_card
+from trainer.card_of_run import build_card
 
 SECRET = "424242.125"
 

@@ -11,14 +11,14 @@ import pytest
 
 from launch_scripts import audit, report
 from privacy.accounting import accountants
-from privacy.card import report as card_report
-from privacy.card.folder import write_card
+from privacy.card import ledger_card as card_report
+from privacy.card.run_card import write_card
 from privacy.command import main as library
 from tests.privacy.published import publish
 from tests.privacy.verify.test_fuzz import disturb
+from trainer.card_of_run import build_card
 from trainer.config.cli import run_command
 from trainer.errors import in_one_line
-from trainer.report import build_card
 
 
 @pytest.fixture(scope="module")

@@ -13,16 +13,16 @@ import pytest
 
 from launch_scripts.study import main
 from privacy.accounting.accountants import epsilon
-from privacy.card.folder import write_card
+from privacy.card.run_card import write_card
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import make_plan
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import alone, count, kill_group, ledger_lines
 from tests.processes import Forked
+from trainer.card_of_run import build_card
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.report import build_card
-from trainer.studies.folder import StudyFolder
+from trainer.studies.study_folder import StudyFolder
 
 STUDY = "launch_scripts/study.py"
 TINY = """

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch_scripts.report import ReportOptions, report
+from privacy.card.ledger_card import read_snapshot
 from privacy.card.model import LedgerFile
-from privacy.card.report import read_snapshot
 from tests.privacy.published import publish
 from trainer.errors import ConfigError
 from trainer.publish import fingerprint

@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from privacy.accounting import accountants
-from privacy.card import report
+from privacy.card import ledger_card as report
+from privacy.card.ledger_card import make_card, read_snapshot
 from privacy.card.model import PrivacyCard
-from privacy.card.report import make_card, read_snapshot
 
 PLAN = {
     "max_grad_norm": 1.0,

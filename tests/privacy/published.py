@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from privacy.card.folder import write_card
+from privacy.card.run_card import write_card
 from privacy.checkpoints.read import with_seal
 from privacy.ledger.chain import hash_line
 from privacy.ledger.claim import claim_of, keep_copies, ledgers_of_run
@@ -23,7 +23,7 @@ from privacy.plan.request import PlanRequest
 from privacy.sums.grid import Grid
 from privacy.verify import __file__ as VERIFIER
 from tests.privacy.ledger_files import NUMBERS, rechained
-from trainer.report import build_card
+from trainer.card_of_run import build_card
 
 Records = list[dict[str, Any]]
 Judge = Callable[..., tuple[int, dict[str, Any]]]

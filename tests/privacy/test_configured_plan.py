@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from privacy.card.folder import require_plan_of_recipe
+from privacy.card.run_card import require_plan_of_recipe
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.ledger import Ledger
 from privacy.plan.numbers import PrivacyPlan, make_plan

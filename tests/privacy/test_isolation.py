@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from privacy import verify
-from privacy.card.folder import build_card
+from privacy.card.run_card import build_card
 from privacy.errors import MixedExamples, PrivacyConfigError, PrivacyStateRefused, StepDropped
 from privacy.guards.isolation import WINDOW, Isolation
 from privacy.guards.unchanged import MOST_FORCED, Part

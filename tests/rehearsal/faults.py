@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from privacy.ledger.members import MembersRecord, read_lines
+from privacy.ledger.attempts import MembersRecord, read_lines
 from tests.e2e.launch import TRAIN, kill_group, ledger_lines, train_arguments
 from tests.e2e.test_kill import members_of
 from tests.hosts.hosts import SSH_PROGRAMS, Host, Network, network, wait_until, why_not

@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 
 from privacy.clipping import ClippedSum
+from privacy.ledger.attempts import MarkedLedger, MembersRecord, read_lines
 from privacy.ledger.ledger import Ledger
-from privacy.ledger.members import MarkedLedger, MembersRecord, read_lines
 from privacy.plan.numbers import make_plan
 from privacy.ranks import collectives
 from privacy.ranks.engine import ShardLayout
-from privacy.run.ledger import RunLedger
+from privacy.run.run_ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.sampling.poisson import slice_bounds
 from privacy.sampling.sampler import sampler_of

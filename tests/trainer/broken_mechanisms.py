@@ -25,10 +25,10 @@ from privacy.noise.rounded_normal import deviation_in_units
 from privacy.noise.source import NoiseSource, SystemNoise, add_noise
 from privacy.ranks import collectives
 from privacy.run import run
-from privacy.run.ledger import RunLedger
+from privacy.run.run_ledger import RunLedger
 from privacy.step import step as loop
 from privacy.step.batches import LogicalBatches
-from privacy.step.own_engine import LoopEngine
+from privacy.step.loop_engine import LoopEngine
 from privacy.sums import local, reduction, totals
 from trainer.run import start
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from privacy.audit.report import AuditReport
+from privacy.audit.audit_report import AuditReport
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
 from privacy.run.run import Run

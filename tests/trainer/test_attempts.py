@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 
 from privacy.errors import BudgetSpent, PrivacyStateRefused
-from privacy.ledger.chain import hash_line
-from privacy.ledger.ledger import Ledger
-from privacy.ledger.members import (
+from privacy.ledger.attempts import (
     LedgerMark,
     MembersRecord,
     ledger_gap,
     read_lines,
     record_gap,
 )
+from privacy.ledger.chain import hash_line
+from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import LedgerState, read_ledger
 from privacy.ledger.run_state import open_run_state
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.releases import release_of_step
 from privacy.plan.request import PlanRequest
-from privacy.run.ledger import RunLedger
+from privacy.run.run_ledger import RunLedger
 from privacy.sampling.keys import SamplingKey
 from privacy.step.batches import StepBatch
 from tests.privacy.ledger_files import rechained

@@ -63,7 +63,7 @@ READS_A_CLOCK = {
     "trainer/ranks/distributed.py": "how long a rank waits, said on the console",
     "trainer/ranks/heartbeat.py": "deadlines",
     "trainer/ranks/rendezvous.py": "deadlines",
-    "privacy/step/folder.py": "the wait for a lock",
+    "privacy/step/run_folder.py": "the wait for a lock",
 }
 """Every file that reads a clock, and why nothing of it reaches a public file of a run. An auditor reads these."""
 
@@ -77,7 +77,7 @@ from privacy.step import clock
 from trainer.loop.metrics import PrivateMetrics, PublicMetrics
 from trainer.loop.reporting import StepReporter, write_public
 from privacy.step.step import StepRecord
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.loop.heldout import HeldoutResults
 
 

@@ -19,8 +19,8 @@ from evaluation.private_head.run import joint_cost_of, train_head
 from evaluation.results import ModelFacts
 from privacy import verify
 from privacy.accounting.rounding import rounded_up
-from privacy.card.folder import write_card
 from privacy.card.model import PrivacyCard
+from privacy.card.run_card import write_card
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.claim import composed_epsilon, read_copies
 from privacy.ledger.records import read_ledger
@@ -28,17 +28,17 @@ from tests.privacy.cards import without_surroundings
 from tests.privacy.ledger_epsilon import recompute
 from tests.privacy.published import read_metrics
 from trainer.audit.canaries import run_audit, write_canaries
+from trainer.card_of_run import build_card
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.publish import publish
 from trainer.ranks.discovery import Ranks
-from trainer.report import build_card
 from trainer.run import start as training
 from trainer.run.dry_run import dry_run
 from trainer.weights.export import export
+from trainer.weights.initial_weights import ledgers_of
 from trainer.weights.open_model import open_model
-from trainer.weights.start import ledgers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("trusted_models", "one_rank")

@@ -33,9 +33,9 @@ from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
 from trainer.ranks.discovery import Ranks
 from trainer.run.start import train
+from trainer.weights.initial_weights import load_start
 from trainer.weights.open_model import open_model
 from trainer.weights.provenance import initialisation_statement
-from trainer.weights.start import load_start
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests/trainer/classification.toml"

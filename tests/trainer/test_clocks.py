@@ -17,18 +17,18 @@ import torch
 
 from data.examples.examples import CaptionExample
 from data.reading.reader import RawExample
-from privacy.card.folder import write_card
+from privacy.card.run_card import write_card
 from privacy.checkpoints import write as checkpoint_writer
 from privacy.run import run as loop
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from tests.distributed.ranks import ROOT
 from tests.e2e.launch import RECIPE
 from tests.e2e.planted_train import SeededNoise, fixed_coins
 from tests.privacy.published import read_metrics
+from trainer.card_of_run import build_card
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.ranks.discovery import Ranks
-from trainer.report import build_card
 from trainer.run import clipping_mode
 from trainer.run.start import train
 

@@ -11,12 +11,12 @@ from data.index.build import build_index
 from data.index.tar_index import ExampleTable
 from data.reading.reader import TarReader
 from privacy.errors import PrivacyConfigError
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from tests.data.conftest import picture, write_shard
 from trainer.config.recipe import RunConfig, load_config
 from trainer.run import datasets
 from trainer.run.datasets import heldout_table, training_table
-from trainer.run.ledger import open_run_ledger
+from trainer.run.ledger_terms import open_run_ledger
 
 ROOT = Path(__file__).resolve().parents[2]
 

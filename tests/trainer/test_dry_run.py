@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from privacy.ledger.shared import SharedLedger
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from tests.e2e.launch import train_arguments, train_together
 from tests.trainer.test_chains import run
 from tests.trainer.test_refused_starts import OPTIONS, image, stop_after

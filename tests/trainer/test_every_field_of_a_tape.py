@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from privacy.audit.report import AuditReport
+from privacy.audit.audit_report import AuditReport
 from tests.distributed.ranks import run_ranks
 from tests.trainer.sandboxes import Evidence, require_consistent
 from trainer.audit.judge import Judge

@@ -18,7 +18,7 @@ from trainer.engines.local import LocalEngine
 from trainer.loop.heldout import Heldout
 from trainer.tasks import CaptioningTask, make_task
 from trainer.tasks.base import contact_sheet
-from trainer.tasks.blind import caption_losses
+from trainer.tasks.baselines import caption_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 

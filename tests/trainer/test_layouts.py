@@ -11,7 +11,7 @@ import torch
 from privacy.ranks.engine import Piece, ShardLayout
 from privacy.ranks.row_shards import row_shard
 from trainer.config.machine import MachineSettings, load_machine_settings
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.engines.layouts import layout_of, require_dealt
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from privacy import verify
-from privacy.audit.folder import ledger_audit
+from privacy.audit.run_audit import ledger_audit
 from privacy.noise.source import SystemNoise
 from tests.distributed.ranks import ROOT, run_ranks
 from trainer.config.machine import load_machine_settings

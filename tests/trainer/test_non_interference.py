@@ -29,12 +29,12 @@ from data.index.tar_index import ExampleTable
 from data.index.tar_writer import write_shard
 from data.reading.reader import RawExample
 from launch_scripts.report import ReportOptions, report
+from privacy.card.ledger_card import read_snapshot
 from privacy.card.model import LedgerFile
-from privacy.card.report import read_snapshot
 from privacy.ledger import ledger as run_ledger
 from privacy.sampling.poisson import Decisions, PoissonSampler
 from privacy.step import step as one_step
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
 from tests.e2e.planted_train import SeededNoise
 from trainer.config.machine import load_machine_settings

@@ -10,8 +10,8 @@ from privacy.checkpoints.read import Checkpoint, checkpoint_name
 from tests.trainer.trained_runs import recipe, trained
 from trainer.config.recipe import InitSection
 from trainer.errors import ConfigError
+from trainer.weights.initial_weights import find_checkpoint
 from trainer.weights.open_model import open_model
-from trainer.weights.start import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from privacy import verify
+from privacy.card.ledger_card import read_snapshot
 from privacy.card.model import LedgerFile
-from privacy.card.report import read_snapshot
 from privacy.checkpoints.read import with_seal
 from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from privacy.sums.totals import Slot
 from tests.distributed.ranks import ROOT
 from tests.privacy.loop.own import make
@@ -507,7 +507,7 @@ def test_a_loop_that_was_killed_before_its_end_is_ended_by_the_next_start(
     own = tmp_path / "own"
     with monkeypatch.context() as patch:
         patch.setattr(
-            "privacy.run.ledger.RunLedger.close_run",
+            "privacy.run.run_ledger.RunLedger.close_run",
             lambda self: (_ for _ in ()).throw(KeyboardInterrupt()),
         )
         with pytest.raises(KeyboardInterrupt), make(own) as loop:

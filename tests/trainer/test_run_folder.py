@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from tests.processes import Forked
 from trainer.errors import ConfigError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]))
 folder.create()
 folder.lock()
@@ -44,7 +44,7 @@ def test_one_trainer_at_a_time(
     start: Callable[..., Forked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is refused with exit code 2; SIGKILL of the first frees the folder."""
-    monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.2)
+    monkeypatch.setattr("privacy.step.run_folder.LOCK_PATIENCE", 0.2)
     first, second = start(HOLDER, tmp_path / "run"), RunFolder(tmp_path / "run")
     first.wait_for_line("locked")
     second.create()

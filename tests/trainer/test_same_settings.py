@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from tests.distributed.ranks import ROOT, run_ranks
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config

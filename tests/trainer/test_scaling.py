@@ -22,9 +22,7 @@ from privacy.plan.numbers import make_plan
 from privacy.plan.request import PlanRequest
 from trainer.config.recipe import load_config, to_toml
 from trainer.errors import ConfigError
-from trainer.studies import executors
-from trainer.studies import folder as study_folder
-from trainer.studies.folder import StudyFolder
+from trainer.studies import executors, study_folder
 from trainer.studies.grid import (
     Point,
     StudyConfig,
@@ -33,7 +31,8 @@ from trainer.studies.grid import (
     require_useful_starts,
     trained_keys,
 )
-from trainer.studies.report import Result, write_report
+from trainer.studies.study_folder import StudyFolder
+from trainer.studies.study_report import Result, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = sorted((ROOT / "studies").glob("*.toml"))

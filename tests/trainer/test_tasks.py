@@ -19,7 +19,7 @@ from trainer.config.recipe import load_config
 from trainer.loop.reporting import verdict_lines
 from trainer.tasks import MaskedAutoencodingTask, make_task
 from trainer.tasks.base import GAP, SIDE, pixels
-from trainer.tasks.blind import (
+from trainer.tasks.baselines import (
     ADDED,
     CaptionFrequencies,
     ClassFrequencies,

@@ -19,15 +19,15 @@ from privacy.ledger.ledger import Ledger
 from privacy.ledger.records import read_ledger
 from privacy.plan import numbers as plan_module
 from privacy.plan.numbers import PrivacyPlan
-from privacy.run.ledger import RunLedger
-from privacy.step import folder as run_folder
+from privacy.run.run_ledger import RunLedger
+from privacy.step import run_folder
 from tests.distributed.ranks import run_ranks
 from tests.privacy.published import PLAN
 from tests.processes import ROOT
+from trainer.card_of_run import build_card
 from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import load_config
 from trainer.ranks.discovery import Ranks
-from trainer.report import build_card
 from trainer.run.start import train
 from trainer.weights.open_model import open_model
 

@@ -21,13 +21,13 @@ from trainer.config.machine import load_machine_settings
 from trainer.config.recipe import InitSection, OptimizerSection, RunConfig, load_config
 from trainer.engines.local import LocalEngine
 from trainer.errors import ConfigError
-from trainer.weights.provenance import initialisation_statement
-from trainer.weights.start import (
+from trainer.weights.initial_weights import (
     find_checkpoint,
     initialisation_facts,
     load_start,
     training_data_facts,
 )
+from trainer.weights.provenance import initialisation_statement
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_rank")

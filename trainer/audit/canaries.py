@@ -32,14 +32,14 @@ from torch import nn
 from data.examples.examples import MakeExample
 from data.index.tar_writer import write_shard
 from data.reading.reader import RawExample
-from privacy.audit.folder import attempts_check, recorded_attempts
-from privacy.audit.report import AuditReport, Check, fact, random_check, undecided
-from privacy.card.report import read_snapshot
+from privacy.audit.audit_report import AuditReport, Check, fact, random_check, undecided
+from privacy.audit.run_audit import attempts_check, recorded_attempts
+from privacy.card.ledger_card import read_snapshot
 from privacy.checkpoints.read import require_recorded
 from privacy.errors import refusing
 from privacy.files.durable import write_new
 from privacy.ledger.claim import claim_of
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
 from trainer.tasks import CaptioningTask

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from privacy.audit.report import AuditReport, Check, fact, random_check
+from privacy.audit.audit_report import AuditReport, Check, fact, random_check
 from privacy.audit.second_sampler import Attempt, SecondSampler
 from privacy.clipping.clip_factors import FUNCTIONS
 from privacy.plan.numbers import PrivacyPlan

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from data.index.tar_writer import write_shard
-from privacy.audit.report import AuditReport
+from privacy.audit.audit_report import AuditReport
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.request import PlanRequest
 from privacy.ranks import collectives
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.audit.canary_model import Canaries, CanaryModel, made_up
 from trainer.audit.sandbox import (
     Side,
@@ -32,8 +32,8 @@ from trainer.audit.sandbox import (
     run_sandbox,
 )
 from trainer.config.machine import load_machine_settings
-from trainer.config.optimizer import OptimizerSection, ScheduleSection
 from trainer.config.recipe import EngineName, RunConfig, load_config
+from trainer.config.sections import OptimizerSection, ScheduleSection
 from trainer.ranks import distributed
 from trainer.ranks.discovery import Ranks
 from trainer.run.start import TrainerStart

@@ -41,13 +41,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from privacy.audit.report import AuditReport, fact
-from privacy.card.folder import read_recipe
+from privacy.audit.audit_report import AuditReport, fact
+from privacy.card.run_card import read_recipe
 from privacy.checkpoints.read import Checkpoint
 from privacy.errors import ConfigError, PrivacyConfigError
 from privacy.files.public import require_ledger
 from privacy.guards.isolation import Isolation
-from privacy.ledger.members import MembersRecord, read_lines
+from privacy.ledger.attempts import MembersRecord, read_lines
 from privacy.ledger.records import read_ledger
 from privacy.loop.fields import Example, floats, integers
 from privacy.loop.opening import LoopStart
@@ -57,9 +57,9 @@ from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
 from privacy.ranks import collectives
-from privacy.run.ledger import open_ledger
 from privacy.run.run import Parts, Run, Start, Step, open_run
-from privacy.step.folder import RunFolder
+from privacy.run.run_ledger import open_ledger
+from privacy.step.run_folder import RunFolder
 from privacy.step.step import MicroBatch
 from trainer.audit.canary_model import (
     EMBEDDING,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.optimizer import did_you_mean
+from trainer.config.sections import did_you_mean
 from trainer.errors import ConfigError
 
 Check = tuple[Callable[[Any], bool], str]

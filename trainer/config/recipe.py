@@ -18,7 +18,7 @@ from privacy.files.toml_text import read_toml, refuse_nul, toml_literal, toml_va
 from privacy.plan.options import OPTIONS, Arithmetic, require_compatible
 from privacy.plan.request import Choices, PlanRequest, in_plain_words
 from trainer.config.declarations import DECLARED_OF, ResolvedRecipe, leaf
-from trainer.config.optimizer import (
+from trainer.config.sections import (
     Count,
     OptimizerSection,
     Positive,

@@ -11,8 +11,8 @@ from torch import nn
 from privacy.ranks import collectives
 from privacy.ranks.engine import Engine
 from trainer.config.machine import MachineSettings
-from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
+from trainer.config.sections import OptimizerSection
 from trainer.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from privacy.ranks import collectives
 from privacy.ranks.engine import GradShard, Piece, ShardState, flat_part
 from trainer.config.machine import MachineSettings, resolve
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_rate

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from privacy.ranks import collectives
 from privacy.ranks.engine import GradShard, Piece
 from trainer.config.machine import MachineSettings
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of, require_dealt
 from trainer.engines.local import LocalEngine

@@ -22,7 +22,7 @@ from privacy.ranks.engine import GradShard, Piece, ShardState, flat_part, repeat
 from privacy.ranks.fsdp import put_away
 from privacy.ranks.row_shards import RowShards, own_rows
 from trainer.config.machine import MachineSettings
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_rate
 

@@ -12,8 +12,8 @@ import torch
 from privacy.ranks.engine import Piece, ShardLayout, even_layout, runs
 from privacy.ranks.row_shards import row_layout
 from trainer.config.machine import MachineSettings
-from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
+from trainer.config.sections import OptimizerSection
 from trainer.optimizers import group_names
 
 ZERO_ALIGNMENT = 2

@@ -13,7 +13,7 @@ from privacy.ranks import collectives
 from privacy.ranks.engine import GradShard, Piece, ShardState, flat_part
 from privacy.sums.reduction import gather_from_owners
 from trainer.config.machine import MachineSettings
-from trainer.config.optimizer import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.engines.blocks import checkpoint_blocks
 from trainer.engines.layouts import layout_of
 from trainer.optimizers import fresh_state, make_optimizer, moments, parameter_groups, set_rate

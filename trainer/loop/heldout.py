@@ -13,7 +13,7 @@ from privacy.ranks import collectives
 from privacy.ranks.engine import Engine, holds_whole_weights, to_device
 from privacy.step.averaging import WeightAverage
 from trainer.tasks.base import Samples, TrainingTask
-from trainer.tasks.blind import SWAPPED_INPUT, BlindBaseline
+from trainer.tasks.baselines import SWAPPED_INPUT, BlindBaseline
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Heldout:
         """Returns loss and, for a classifier, accuracy, and the losses to compare them with.
 
         All are means over examples that can be decoded; every example is decoded once. blind_loss
-        and the like take no model (`trainer.tasks.blind`); they are counted once. shuffled_loss is
-        the model's own where each of two examples, half of the data set apart, has the input
+        and the like take no model (`trainer.tasks.baselines`); they are counted once. shuffled_loss
+        is the model's own where each of two examples, half of the data set apart, has the input
         (captions: the picture) of the other: a model that ignores this input loses nothing.
         """
         baseline = self._task.blind_baseline() if self._blind is None else None

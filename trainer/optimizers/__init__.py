@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config.optimizer import OptimizerSection, ScheduleSection
+from trainer.config.sections import OptimizerSection, ScheduleSection
 from trainer.errors import ConfigError
 
 _BLOCK = re.compile(r"encoder\.blocks\.([0-9]+)\.")

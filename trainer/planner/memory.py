@@ -18,8 +18,8 @@ from privacy.sums.grid import EXAMPLES_PER_PART, Grid, num_bytes
 from privacy.sums.reduction import PACKED_COORDINATES
 from privacy.sums.sharded import bucket_names
 from trainer.config.machine import MachineSettings
-from trainer.config.optimizer import OptimizerSection
 from trainer.config.recipe import EngineName
+from trainer.config.sections import OptimizerSection
 from trainer.engines.layouts import flat_partition, layout_of
 from trainer.memory import USABLE
 from trainer.optimizers import group_names, moments

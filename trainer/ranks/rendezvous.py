@@ -27,7 +27,7 @@ import torch.distributed as dist
 from data.files import write_durably
 from privacy.ranks import collectives
 from privacy.ranks.collectives import broadcast_object, gather_objects, on_main
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import RunConfig
 from trainer.errors import ConfigError, RemoteError

@@ -25,7 +25,7 @@ from data.reading.staging import Staging, is_at_work, open_folder, require_room
 from data.reading.workers import copy_shards, worker_context
 from privacy.ranks.collectives import first_on_main, rank, refuse_together, say
 from privacy.sampling.rows import shares_of_nodes
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.config.recipe import RunConfig
 
 STAGED = "staged-shards"

@@ -23,11 +23,11 @@ from privacy.errors import DONE
 from privacy.ledger.shared import SharedLedger
 from privacy.ranks import collectives
 from privacy.ranks.collectives import on_main, say
-from privacy.run.ledger import Opening
 from privacy.run.run import Finished, Run, open_run
+from privacy.run.run_ledger import Opening
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 from privacy.step.batches import LogicalBatches
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig
 from trainer.hardware import gpu_of
@@ -35,7 +35,7 @@ from trainer.planner.resources import Cluster, examples, plan_resources
 from trainer.ranks.discovery import Ranks
 from trainer.run.announce import announce
 from trainer.run.datasets import training_table
-from trainer.run.ledger import open_run_ledger, require_places
+from trainer.run.ledger_terms import open_run_ledger, require_places
 from trainer.run.start import TrainerStart, prepare_process
 
 

@@ -31,12 +31,12 @@ from privacy.ranks import collectives
 from privacy.ranks.allocator import give_back_freed_memory, keep_freed_memory
 from privacy.ranks.collectives import first_on_main, on_main, refuse_together
 from privacy.ranks.engine import Engine, ShardState, even_layout, flat_part, to_device
-from privacy.run.ledger import Opening, RunLedger
 from privacy.run.mechanism import mechanism_of
 from privacy.run.run import Finished, Parts, Run, Stored, open_run
+from privacy.run.run_ledger import Opening, RunLedger
 from privacy.step.averaging import WeightAverage
 from privacy.step.batches import StepBatch
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from privacy.sums.grid import EXAMPLES_PER_SUM
 from trainer.config.machine import MachineSettings
 from trainer.config.recipe import EngineName, RunConfig, to_toml
@@ -67,10 +67,9 @@ from trainer.run.datasets import (
     stage,
     training_table,
 )
-from trainer.run.ledger import open_run_ledger, require_places
+from trainer.run.ledger_terms import open_run_ledger, require_places
 from trainer.tasks import TrainingTask, make_task
-from trainer.weights.provenance import Initialisation
-from trainer.weights.start import (
+from trainer.weights.initial_weights import (
     find_checkpoint,
     initialisation_facts,
     ledgers_behind,
@@ -78,6 +77,7 @@ from trainer.weights.start import (
     require_disjoint,
     training_data_facts,
 )
+from trainer.weights.provenance import Initialisation
 
 
 def train(
@@ -362,7 +362,7 @@ class TrainerStart:
         facts["at_random"] = load_start(checkpoint, init, self.model, tokenizer_sha256)
 
     def open_ledger(self) -> Opening:
-        """Returns the opened ledger; see `trainer.run.ledger.open_run_ledger`."""
+        """Returns the opened ledger; see `trainer.run.ledger_terms.open_run_ledger`."""
         return open_run_ledger(
             self.config, self.folder, self.table, self.task.unit, self.parent_ledgers
         )

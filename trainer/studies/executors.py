@@ -15,8 +15,8 @@ from privacy.errors import BUDGET_SPENT, DONE, STOPPED_EARLY
 from trainer.config.environment import ROOT
 from trainer.config.recipe import load_config
 from trainer.errors import ConfigError
-from trainer.studies.folder import StudyFolder
 from trainer.studies.grid import StudyConfig
+from trainer.studies.study_folder import StudyFolder
 
 _POLL_SECONDS = 0.2
 _ARRAY_JOB = "launch_scripts/cluster/slurm_array.sbatch"

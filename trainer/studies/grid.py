@@ -26,11 +26,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from privacy.card.folder import read_utility
+from privacy.card.run_card import read_utility
 from privacy.checkpoints.read import MANIFEST
 from privacy.files.toml_text import read_toml
 from privacy.plan.numbers import make_plan
-from trainer.config.optimizer import Section
 from trainer.config.recipe import (
     EngineName,
     PrivacySection,
@@ -39,6 +38,7 @@ from trainer.config.recipe import (
     to_toml,
     validate_section,
 )
+from trainer.config.sections import Section
 from trainer.errors import ConfigError
 
 Label = str | int | float | bool

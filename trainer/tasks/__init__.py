@@ -30,7 +30,7 @@ from models.masked_autoencoder import MaskedAutoencoder, from_patches, normalise
 from privacy.ranks.engine import Engine, to_device
 from trainer.config.recipe import RunConfig
 from trainer.tasks.base import Samples, TrainingTask, picture_grid, pixels
-from trainer.tasks.blind import CaptionFrequencies, ClassFrequencies, MeanPicture
+from trainer.tasks.baselines import CaptionFrequencies, ClassFrequencies, MeanPicture
 
 __all__ = ["Samples", "TrainingTask", "make_task"]
 

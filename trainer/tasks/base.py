@@ -23,7 +23,7 @@ from models.base import VisionModel
 from models.converters.native import model_facts
 from privacy.ranks.engine import Engine
 from trainer.config.recipe import DataSection
-from trainer.tasks.blind import BlindBaseline
+from trainer.tasks.baselines import BlindBaseline
 
 SIDE = 160
 """Pixels of a shown image, whatever the model sees."""

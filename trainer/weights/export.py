@@ -33,8 +33,8 @@ from models.masked_autoencoder import MaskedAutoencoder
 from models.vit import VisionTransformer
 from privacy.card.model import PrivacyCard
 from privacy.checkpoints.read import file_digest
+from trainer.card_of_run import build_card
 from trainer.errors import ConfigError
-from trainer.report import build_card
 from trainer.tasks import CaptioningTask
 from trainer.weights import Format, new_folder
 from trainer.weights.model_card import model_card

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from models.classifier import is_adapter
 from privacy.accounting.rounding import rounded_up
-from privacy.card.report import read_snapshot
+from privacy.card.ledger_card import read_snapshot
 from privacy.checkpoints.read import require_recorded
 from privacy.errors import NotRecorded
 from privacy.ledger.records import LedgerState

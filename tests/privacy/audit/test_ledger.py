@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from privacy.audit.folder import ledger_audit
-from privacy.audit.report import CHECK_ALPHA, AuditReport, fact, random_check, undecided
-from privacy.card.folder import build_card
+from privacy.audit.audit_report import CHECK_ALPHA, AuditReport, fact, random_check, undecided
+from privacy.audit.run_audit import ledger_audit
+from privacy.card.run_card import build_card
 from privacy.errors import ConfigError
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.run_state import open_run_state

@@ -8,10 +8,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from privacy.audit.folder import members_checks
-from privacy.audit.report import AuditReport
+from privacy.audit.audit_report import AuditReport
+from privacy.audit.run_audit import members_checks
 from privacy.audit.second_sampler import Attempt, SecondSampler
-from privacy.ledger.members import MembersRecord, members_digest
+from privacy.ledger.attempts import MembersRecord, members_digest
 from privacy.plan.numbers import PrivacyPlan, make_plan
 from privacy.plan.request import PlanRequest
 from privacy.sampling import sampler

@@ -38,7 +38,7 @@ def test_plan_report_and_loop_state_one_epsilon(
     """The plan of these numbers, the card of the finished run and its loop; `--json` prints one object and nothing else."""
     folder, epsilon = run
     monkeypatch.setattr(
-        "privacy.card.report.epsilon_of_several", lambda *_arguments: None
+        "privacy.card.ledger_card.epsilon_of_several", lambda *_arguments: None
     )  # takes seconds
     assert main(["plan", *NUMBERS, "--noise_multiplier", "16", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
@@ -116,6 +116,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_package_of_the_extra_that_is_missing_is_named(
     run: tuple[Path, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "privacy.card.folder", None)
+    monkeypatch.setitem(sys.modules, "privacy.card.run_card", None)
     assert main(["report", str(run[0])]) == 2
     assert "pip install 'auditable-dp[card]'" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from privacy import verify
-from privacy.card.folder import initial_weights_of_loop, read_recipe
+from privacy.card.run_card import initial_weights_of_loop, read_recipe
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.guards.isolation import Isolation
 from privacy.ledger.claim import read_copies

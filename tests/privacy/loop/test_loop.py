@@ -265,7 +265,7 @@ def test_a_finished_run_says_so_takes_no_more_steps_and_holds_its_weights(
 def test_a_folder_serves_one_loop_at_a_time_and_one_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privacy.step.folder.LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr("privacy.step.run_folder.LOCK_PATIENCE", 0.0)
     with quick():
         with make(tmp_path / "run") as loop:
             loop.step()

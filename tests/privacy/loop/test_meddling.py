@@ -25,7 +25,7 @@ from privacy.boundary import Private
 from privacy.errors import PrivacyConfigError, PrivacyStateRefused
 from privacy.guards.fingerprints import fingerprint
 from privacy.guards.isolation import Isolation
-from privacy.guards.own_engine import WatchedEngine
+from privacy.guards.watched_engine import WatchedEngine
 from privacy.loop import WeightAverage
 from privacy.ranks.engine import GradShard
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, rows, weights
@@ -704,7 +704,7 @@ def test_frozen_weights_are_hashed_where_torch_saw_a_write(
 ) -> None:
     hashed: list[str] = []
     monkeypatch.setattr(
-        "privacy.guards.own_engine.fingerprint", lambda x: (hashed.extend(x), fingerprint(x))[1]
+        "privacy.guards.watched_engine.fingerprint", lambda x: (hashed.extend(x), fingerprint(x))[1]
     )
     with quick(), make(tmp_path / "run", model := Shifted(), num_steps=12) as loop:
         fixed = {"fixed.weight", "fixed.bias", "mean", "fixed.seen"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from privacy.errors import PrivacyConfigError
-from privacy.guards.own_engine import require_plain
+from privacy.guards.watched_engine import require_plain
 from privacy.loop import WeightAverage
 from tests.privacy.loop.own import D, K, cross_entropy, ledger_of, make, net, quick, weights
 

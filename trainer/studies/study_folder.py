@@ -25,7 +25,7 @@ from data.files import write_durably
 from privacy.errors import PrivacyStateRefused
 from privacy.ledger.records import MIXED_EXAMPLES, WHY_MIXED, read_ledger
 from privacy.ledger.shared import SharedLedger
-from privacy.step.folder import RunFolder, try_lock
+from privacy.step.run_folder import RunFolder, try_lock
 from trainer.config.recipe import to_toml
 from trainer.errors import ConfigError
 from trainer.studies.grid import Point, StudyConfig, trained_keys, with_privacy

@@ -23,7 +23,7 @@ from models.layers import resized_positions
 from privacy.checkpoints.read import MANIFEST, Checkpoint, usable_names
 from privacy.ledger.claim import ParentLedger, ledgers_of_run, read_copies
 from privacy.ranks.collectives import say
-from privacy.step.folder import RunFolder
+from privacy.step.run_folder import RunFolder
 from trainer.config.recipe import InitSection, RunConfig
 from trainer.errors import ConfigError
 from trainer.weights.provenance import IMPORTED, Initialisation, proof_of

@@ -21,8 +21,8 @@ from ..ranks import collectives
 from ..ranks.engine import GradShard, Piece
 from ..ranks.fsdp import is_dtensor, is_unit, put_away, switch_reduction, units
 from ..ranks.row_shards import own_rows
+from ..step.loop_engine import LoopEngine
 from ..step.optimizer_state import leaves_of, probe, settings
-from ..step.own_engine import LoopEngine
 from .fingerprints import fingerprint, fixed_tensors, is_strided, overlaps, require_comparable
 
 WRAPPERS = (

@@ -1,6 +1,6 @@
 """The commands of `launch_scripts/evaluate.py`: options of each, and the function that takes them.
 
-    from evaluation.options import ZeroShotOptions
+    from evaluation.command_options import ZeroShotOptions
     from evaluation.zero_shot import zero_shot
 
     results = zero_shot(ZeroShotOptions(checkpoint="runs/x", data="folder:imagenet/val"))

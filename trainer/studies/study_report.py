@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from data.files import write_durably
 from privacy.accounting.rounding import rounded_up
-from privacy.card.folder import read_utility
+from privacy.card.ledger_card import read_snapshot
 from privacy.card.render import cell, table_of
-from privacy.card.report import read_snapshot
+from privacy.card.run_card import read_utility
 from privacy.ledger.claim import claim_of
 from privacy.plan.numbers import PrivacyPlan
 from trainer.errors import ConfigError
-from trainer.studies.folder import Progress, StudyFolder
 from trainer.studies.grid import Label, Point, ReportSection, StudyConfig
-from trainer.tasks.blind import BLIND_LINE
+from trainer.studies.study_folder import Progress, StudyFolder
+from trainer.tasks.baselines import BLIND_LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,8 @@ class Result:
         epsilon, delta: of everything charged so far, private runs that the weights started from
             included; None without a formal guarantee, whatever the recipe says.
         losses: step -> held-out loss, where the held-out data are public.
-        blind_loss: loss on the same held-out data without looking at them (`trainer.tasks.blind`).
+        blind_loss: loss on the same held-out data without looking at them
+            (`trainer.tasks.baselines`).
         shuffled_loss: the last held-out loss with another example's picture for every caption;
             captioners only.
     """

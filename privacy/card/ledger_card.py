@@ -76,7 +76,7 @@ def read_snapshot(path: Path | str) -> LedgerSnapshot:
 
 
 def make_card(snapshot: LedgerSnapshot, name: str) -> PrivacyCard:
-    """Returns the card of a ledger; privacy/card/folder.py adds facts of other files.
+    """Returns the card of a ledger; privacy/card/run_card.py adds facts of other files.
 
     Without a formal guarantee the card has no epsilon at all, not even a planned or a targeted one.
 

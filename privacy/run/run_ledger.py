@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..checkpoints.read import MANIFEST, Checkpoint, file_digest, has_checkpoints
+from ..ledger.attempts import MarkedLedger, members_digest
 from ..ledger.claim import composed_epsilon, parent_states
 from ..ledger.ledger import Ledger
-from ..ledger.members import MarkedLedger, members_digest
 from ..ledger.records import MIXED_EXAMPLES, LedgerState, read_ledger
 from ..ledger.run_state import SharedTerms, open_run_state
 from ..plan.numbers import PrivacyPlan, make_plan
@@ -16,7 +16,7 @@ from ..plan.request import PlanRequest
 from ..ranks import collectives
 from ..sampling.keys import SamplingKey
 from ..step.batches import StepBatch
-from ..step.folder import RunFolder, environment
+from ..step.run_folder import RunFolder, environment
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ class RunLedger:
     """The ledger of a run on many ranks, whose methods are collective unless they say otherwise.
 
     It also keeps a private record of every attempt, which finds a ledger that has lost lines
-    (privacy/ledger/members.py).
+    (privacy/ledger/attempts.py).
 
     Args:
         ledger: on rank 0 only.

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from privacy.card import folder
+from privacy.card import run_card
 from privacy.card.model import PrivacyCard
 from trainer.weights.provenance import initialisation_statement
 
 
 def build_card(run_dir: Path) -> PrivacyCard:
-    """Returns the card of a run folder; see `privacy.card.folder.build_card`."""
-    return folder.build_card(run_dir, initialisation_statement)
+    """Returns the card of a run folder; see `privacy.card.run_card.build_card`."""
+    return run_card.build_card(run_dir, initialisation_statement)

@@ -12,8 +12,8 @@ from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.request import PlanRequest
-from privacy.run.ledger import Opening, Recorded, open_ledger
-from privacy.step.folder import RunFolder
+from privacy.run.run_ledger import Opening, Recorded, open_ledger
+from privacy.step.run_folder import RunFolder
 from trainer.config.recipe import PrivacySection, RunConfig
 
 
@@ -46,7 +46,7 @@ def open_run_ledger(
 ) -> Opening:
     """Opens the ledger of a run folder, or makes the plan of a new one. Collective.
 
-    See `privacy.run.ledger.open_ledger`.
+    See `privacy.run.run_ledger.open_ledger`.
 
     Args:
         unit: names one example, for the ledger and the card.

@@ -16,7 +16,7 @@ from typing import Any
 from .. import verify
 from ..errors import ConfigError, PrivacyStateRefused, placed
 from ..files.durable import make_directory, replace_file
-from ..ledger.members import FILE
+from ..ledger.attempts import FILE
 
 PACKAGES = (
     "torch",

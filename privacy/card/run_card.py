@@ -19,6 +19,7 @@ from ..files.durable import replace_file
 from ..files.public import PUBLIC_FILES, read_public, require_ledger, survey
 from ..files.toml_text import parse_toml
 from ..ledger.shared import SharedLedger
+from .ledger_card import LedgerSnapshot, make_card, read_snapshot
 from .model import (
     STATEMENTS,
     AuditResult,
@@ -30,7 +31,6 @@ from .model import (
     Utility,
 )
 from .render import to_html, to_markdown
-from .report import LedgerSnapshot, make_card, read_snapshot
 
 _FACTS = TypeAdapter(dict[str, JsonValue])
 

@@ -12,16 +12,16 @@ import numpy as np
 from scipy import stats
 
 from .. import verify
-from ..card.folder import read_recipe
-from ..card.report import read_snapshot
+from ..card.ledger_card import read_snapshot
+from ..card.run_card import read_recipe
 from ..errors import ConfigError, PrivacyStateRefused
 from ..files.public import require_ledger
-from ..ledger.members import LedgerMark, MembersRecord, ledger_gap, read_lines, record_gap
+from ..ledger.attempts import LedgerMark, MembersRecord, ledger_gap, read_lines, record_gap
 from ..ledger.records import LedgerState
 from ..plan.numbers import PrivacyPlan
 from ..sampling.keys import SamplingKey
-from ..step.folder import RunFolder
-from .report import AuditReport, Check, fact, random_check, undecided
+from ..step.run_folder import RunFolder
+from .audit_report import AuditReport, Check, fact, random_check, undecided
 from .second_sampler import Attempt, SecondSampler, read_attempts
 
 MAX_COINS = 10**9
