@@ -39,8 +39,8 @@ from ..ranks import collectives
 from ..ranks.engine import to_device
 from ..ranks.fsdp import full, is_dtensor, kind_of, put_away
 from ..run.mechanism import mechanism_of
-from ..run.run import Parts, Stored
-from ..run.run_ledger import Opening, RunLedger, open_ledger
+from ..run.run import CheckpointContents, RunParts
+from ..run.run_ledger import LedgerOpening, RunLedger, open_ledger
 from ..step.averaging import WeightAverage
 from ..step.optimizer_state import rate_of, settings, short_text
 from ..step.run_folder import RunFolder
@@ -118,7 +118,7 @@ class Trackers:
 
 @dataclass
 class LoopStart:
-    """Starts a run of `PrivateLoop`, whose arguments these are; see `privacy.run.run.Start`.
+    """Starts a run of `PrivateLoop`, whose arguments these are; see `privacy.run.run.RunSetup`.
 
     Attributes:
         resources: gives back all that was opened, in reverse order.
@@ -288,7 +288,7 @@ class LoopStart:
         }
         return json.dumps(manifest, sort_keys=True).encode()
 
-    def open_ledger(self) -> Opening:
+    def open_ledger(self) -> LedgerOpening:
         opening = open_ledger(
             self.folder,
             lambda _: self.request,
@@ -339,7 +339,7 @@ class LoopStart:
         self.engine.load_facts(checkpoint.manifest)
         checkpoint.restore(self.engine, self.engine.moments)
 
-    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> RunParts:
         engine = self.engine
         reader = self.reader
         mechanism = mechanism_of(plan, engine, self.task, reader.micro_batch_size)
@@ -349,7 +349,7 @@ class LoopStart:
         size = next(mechanism.clipped.parts(reader.micro_batch_size)).stop
         self.self_checked = SelfChecked(self.model, self.task, mechanism.clipped, isolation.force)
         is_on_gpu = engine.device.type == "cuda"
-        return Parts(
+        return RunParts(
             mechanism=mechanism,
             read=lambda plans: reader.steps(plans, self.num_workers, pin_memory=is_on_gpu),
             micro_batch_size=reader.micro_batch_size,
@@ -378,7 +378,7 @@ class LoopStart:
         self.engine.require_all_noised()
         self.self_checked.require_model()
 
-    def _stored(self) -> Stored:
+    def _stored(self) -> CheckpointContents:
         """Returns the contents of a checkpoint; refuses weights that other code has written to."""
         require_alike(self.engine.require_unchanged)
         facts = {
@@ -388,7 +388,7 @@ class LoopStart:
         }
         average = self.trackers.average
         states = self.engine.state() if average is None else average.states()
-        return Stored(states, self.engine.shapes, facts)
+        return CheckpointContents(states, self.engine.shapes, facts)
 
     def _configuration(self) -> str:
         """Returns the run's configuration under the trainer's names.

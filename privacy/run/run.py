@@ -41,10 +41,10 @@ from ..ranks.engine import ShardState
 from ..step.batches import LogicalBatches, StepBatch, max_micro_batches
 from ..step.run_folder import RunFolder
 from ..step.step import Charge, Mechanism, MicroBatch, StepRecord, train_step
-from .run_ledger import Opening, RunLedger
+from .run_ledger import LedgerOpening, RunLedger
 
 
-class Stored(NamedTuple):
+class CheckpointContents(NamedTuple):
     """The contents of a checkpoint.
 
     Attributes:
@@ -59,7 +59,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunParts:
     """The parts of a run that a side makes when it knows plan and checkpoint; none of them writes.
 
     Attributes:
@@ -83,7 +83,7 @@ class Parts:
     micro_batch_size: int
     learning_rate: Callable[[int], float]
     note_charge: Callable[[int], object]
-    stored: Callable[[], Stored]
+    stored: Callable[[], CheckpointContents]
     configuration: Callable[[], tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]]
     isolation: Isolation
     made_up: Callable[[], Mapping[str, Tensor]]
@@ -93,7 +93,7 @@ class Parts:
     nodes: tuple[int, ...] = ()
 
 
-class Start(Protocol):
+class RunSetup(Protocol):
     """A side's part of a start. `open_run` calls each method once, in the order of this class."""
 
     folder: RunFolder
@@ -104,7 +104,7 @@ class Start(Protocol):
         """Returns the checks that come before the ledger, cheap ones first; none writes."""
         ...
 
-    def open_ledger(self) -> Opening:
+    def open_ledger(self) -> LedgerOpening:
         """Calls `privacy.run.run_ledger.open_ledger` with the side's plan."""
         ...
 
@@ -112,7 +112,7 @@ class Start(Protocol):
         """Sets the model's weights if its engine does not do so later; refuses another model's."""
         ...
 
-    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> RunParts:
         """Builds the engine with the checkpoint's state, the mechanism on it, and the reader."""
         ...
 
@@ -148,7 +148,7 @@ class Step:
         return self.batch.step
 
 
-def open_run(start: Start, *, is_dry: bool = False) -> "Run | Finished":
+def open_run(start: RunSetup, *, is_dry: bool = False) -> "Run | Finished":
     """Opens a run, or returns a finished one. Collective.
 
     Nothing of a run changes before its last check, and the ledger of a new run is made after that
@@ -230,7 +230,7 @@ class Run:
         self,
         folder: RunFolder,
         ledger: RunLedger,
-        parts: Parts,
+        parts: RunParts,
         nonce: bytes,
         resumed: Checkpoint | None,
     ) -> None:

@@ -208,7 +208,7 @@ Recorded = dict[str, Any]
 """The fields of a ledger's `open` record."""
 
 
-class Opening(NamedTuple):
+class LedgerOpening(NamedTuple):
     """The privacy state of a run before its start.
 
     Attributes:
@@ -233,7 +233,7 @@ def open_ledger(
     described: Callable[[Recorded | None, PrivacyPlan], Mapping[str, Any]],
     mirror: Path | str | None,
     shared: SharedTerms | None = None,
-) -> Opening:
+) -> LedgerOpening:
     """Opens ledger and key of a run folder, or makes the plan of a new run. Collective.
 
     It writes nothing. Rank 0 makes the plan, or compares it with the frozen one, for all ranks.
@@ -290,4 +290,4 @@ def open_ledger(
         ledger, key = opened[0] if opened else (None, SamplingKey.load(folder.key, commitment))
         return RunLedger(ledger, key, plan, members=folder.members)
 
-    return Opening(plan, None if recorded is None else open_now(), open_now)
+    return LedgerOpening(plan, None if recorded is None else open_now(), open_now)

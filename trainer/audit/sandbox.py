@@ -57,7 +57,7 @@ from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
 from privacy.ranks import collectives
-from privacy.run.run import Parts, Run, Start, Step, open_run
+from privacy.run.run import Run, RunParts, RunSetup, Step, open_run
 from privacy.run.run_ledger import open_ledger
 from privacy.step.run_folder import RunFolder
 from privacy.step.step import MicroBatch
@@ -85,7 +85,7 @@ class SandboxFailed(RuntimeError):
     exit_code = 1
 
 
-Side = Callable[[Path, Canaries, PlanRequest, int], Start]
+Side = Callable[[Path, Canaries, PlanRequest, int], RunSetup]
 """Makes the start of the trainer or of a loop of one's own: (folder, canaries, request, rows of a
 micro-batch) -> start."""
 ENORMOUS = 2.0**40
@@ -525,8 +525,8 @@ def run_sandbox(
     last_steps = (silent_steps - 2, silent_steps + noisy_steps // 2, num_steps)
 
     def build(
-        original: Callable[..., Parts], plan: PrivacyPlan, resumed: Checkpoint | None
-    ) -> Parts:
+        original: Callable[..., RunParts], plan: PrivacyPlan, resumed: Checkpoint | None
+    ) -> RunParts:
         """Returns a side's parts with the watched noise and the sandbox's checkpoints."""
         parts = original(plan, resumed)
         return replace(

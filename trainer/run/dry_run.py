@@ -24,7 +24,7 @@ from privacy.ledger.shared import SharedLedger
 from privacy.ranks import collectives
 from privacy.ranks.collectives import on_main, say
 from privacy.run.run import Finished, Run, open_run
-from privacy.run.run_ledger import Opening
+from privacy.run.run_ledger import LedgerOpening
 from privacy.sampling.keys import KEY_BYTES, NONCE_BYTES, SamplingKey
 from privacy.step.batches import LogicalBatches
 from privacy.step.run_folder import RunFolder
@@ -164,7 +164,7 @@ class DryStart(TrainerStart):
         """Opens the private examples, and copies no shard to this node (data.staging)."""
         self.table = training_table(self.config, self.folder, self.root)
 
-    def open_ledger(self) -> Opening:
+    def open_ledger(self) -> LedgerOpening:
         """Opens a new run's ledger in the temporary folder.
 
         Makes no mirror, and asks the shared ledger for the budget without reserving it.

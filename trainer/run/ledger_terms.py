@@ -12,7 +12,7 @@ from privacy.ledger.run_state import SharedTerms
 from privacy.ledger.shared import SharedLedger
 from privacy.plan.numbers import PrivacyPlan
 from privacy.plan.request import PlanRequest
-from privacy.run.run_ledger import Opening, Recorded, open_ledger
+from privacy.run.run_ledger import LedgerOpening, Recorded, open_ledger
 from privacy.step.run_folder import RunFolder
 from trainer.config.recipe import PrivacySection, RunConfig
 
@@ -43,7 +43,7 @@ def open_run_ledger(
     table: ExampleTable,
     unit: str,
     parent_ledgers: Sequence[ParentLedger] = (),
-) -> Opening:
+) -> LedgerOpening:
     """Opens the ledger of a run folder, or makes the plan of a new one. Collective.
 
     See `privacy.run.run_ledger.open_ledger`.

@@ -32,8 +32,8 @@ from privacy.ranks.allocator import give_back_freed_memory, keep_freed_memory
 from privacy.ranks.collectives import first_on_main, on_main, refuse_together
 from privacy.ranks.engine import Engine, ShardState, even_layout, flat_part, to_device
 from privacy.run.mechanism import mechanism_of
-from privacy.run.run import Finished, Parts, Run, Stored, open_run
-from privacy.run.run_ledger import Opening, RunLedger
+from privacy.run.run import CheckpointContents, Finished, Run, RunParts, open_run
+from privacy.run.run_ledger import LedgerOpening, RunLedger
 from privacy.step.averaging import WeightAverage
 from privacy.step.batches import StepBatch
 from privacy.step.run_folder import RunFolder
@@ -132,7 +132,7 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
 
 @dataclass
 class TrainerStart:
-    """Adds the trainer's checks and parts to a start; see `privacy.run.run.Start`.
+    """Adds the trainer's checks and parts to a start; see `privacy.run.run.RunSetup`.
 
     The checks run in the order of `checks`; a later check uses the parts of the earlier ones.
     """
@@ -361,7 +361,7 @@ class TrainerStart:
         tokenizer_sha256 = self.task.facts().get("tokenizer_sha256")
         facts["at_random"] = load_start(checkpoint, init, self.model, tokenizer_sha256)
 
-    def open_ledger(self) -> Opening:
+    def open_ledger(self) -> LedgerOpening:
         """Returns the opened ledger; see `trainer.run.ledger_terms.open_run_ledger`."""
         return open_run_ledger(
             self.config, self.folder, self.table, self.task.unit, self.parent_ledgers
@@ -378,8 +378,8 @@ class TrainerStart:
     def take_ledger(self, ledger: RunLedger) -> None:
         """Accepts every ledger: the trainer remembers nothing that the run folder does not hold."""
 
-    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> Parts:
-        """Builds engine, mechanism and loader; see `privacy.run.run.Start.build`."""
+    def build(self, plan: PrivacyPlan, resumed: Checkpoint | None) -> RunParts:
+        """Builds engine, mechanism and loader; see `privacy.run.run.RunSetup.build`."""
         config = self.config
         task = self.task
         train = config.train
@@ -428,7 +428,7 @@ class TrainerStart:
         self.require_sums_at_size(engine, mechanism.clipped.mode)
         self.loader = self._loader(1 if resumed is None else resumed.step + 1)
         choices = {"clipping_mode": asdict(self.choice)} if self.choice is not None else {}
-        return Parts(
+        return RunParts(
             mechanism=mechanism,
             isolation=Isolation(mechanism, task.padding()),
             made_up=partial(task.synthetic_inputs, train.micro_batch_size),
@@ -451,14 +451,14 @@ class TrainerStart:
         engine: Engine,
         frozen: list[ShardState],
         shapes_of_frozen: dict[str, torch.Size],
-    ) -> Stored:
+    ) -> CheckpointContents:
         """Returns the weights to save, averaged where the run averages them, and facts on them."""
         states = self.average.states() if self.average is not None else engine.state()
         facts: dict[str, Any] = {"run": self.config.name}
         if shapes_of_frozen:
             facts["frozen"] = sorted(shapes_of_frozen)
         shapes = {**engine.shapes, **shapes_of_frozen}
-        return Stored(itertools.chain(states, frozen), shapes, facts | self.model_facts)
+        return CheckpointContents(itertools.chain(states, frozen), shapes, facts | self.model_facts)
 
     def training(self, run: Run) -> Training:
         """Returns an open run with the loader, the held-out data and the facts of its model."""
