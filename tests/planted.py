@@ -27,6 +27,20 @@ class Mistake(NamedTuple):
 
 MISTAKES = [
     Mistake(
+        "the sums of the halves of a checked micro-batch are not compared",
+        "privacy/guards/isolation.py",
+        "return self.rows_are_close and self.distance <= 1",
+        "return self.rows_are_close",
+        "tests/privacy/test_isolation.py",
+    ),
+    Mistake(
+        "the examples of a rank's second half are never left out",
+        "privacy/guards/isolation.py",
+        "for is_kept_B in (is_in_first_B, ~is_in_first_B):",
+        "for is_kept_B in (is_in_first_B, is_in_first_B):",
+        "tests/privacy/test_isolation.py",
+    ),
+    Mistake(
         "a layer that is used twice counts the product of its two gradients once",
         "privacy/clipping/norms.py",
         "squared_B + 2 * inner(x, y)",
