@@ -35,7 +35,7 @@ from ..plan.limits import MOST_DEVIATION, SMALLEST_BOUND
 from ..plan.releases import Release, release_of_step
 from ..sums.grid import EXAMPLES_PER_PART, EXAMPLES_PER_SUM, Grid
 from ..sums.local import LocalSums, MakeAccumulator
-from ..sums.totals import Slot, Total, blocks
+from ..sums.totals import ParameterSum, SumTarget, blocks
 from .clip_factors import ClippingFunction, Factors, MicroBatchStats, factors_of, flat
 from .norms import NormTally
 
@@ -53,7 +53,7 @@ Use = Callable[[str, Parts], None]
 """Takes a parameter's name and its contributions."""
 Observe = Callable[[Call], None]
 """Looks at a call of a layer as soon as its gradient is known."""
-Rows = tuple[Tensor, Tensor]
+LossesAndNorms = tuple[Tensor, Tensor]
 """(B,) losses and (groups, B) unclipped norms of a micro-batch, without noise."""
 Writes = list[tuple[str, Tensor, int]]
 """(name, tensor, how often the tensor had been written to)."""
@@ -444,7 +444,9 @@ class ClippedSum:
                 continue
             width = tally.joined.grad_B.shape[1]
             total = torch.zeros(width, dtype=torch.float64, device=self.device)
-            blank_excluded(tally.joined, factors.blank_B).add_weighted(weight_B, Slot(Total(total)))
+            blank_excluded(tally.joined, factors.blank_B).add_weighted(
+                weight_B, SumTarget(ParameterSum(total))
+            )
             sizes = [gradient.grad_B[0].numel() for gradient in tally.short]
             sums |= zip(names, total.split(sizes), strict=True)
         return sums

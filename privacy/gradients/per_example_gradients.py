@@ -19,7 +19,7 @@ from torch import Tensor
 from ..numerics.fused import fused
 from ..numerics.precision import Norm, has_fp32_products_of_bf16, underflow_bound, wide, wide_dtype
 from ..sums.grid import EXAMPLES_PER_SUM, SHORT
-from ..sums.totals import Slot, blocks
+from ..sums.totals import SumTarget, blocks
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 WIDENED_ENTRIES = (1 << 18, 1 << 24)
@@ -78,7 +78,7 @@ class OuterProducts:
         """Returns the ghost norm, by Gram matrices."""
         return ghost_norm(self.a_BTd, self.g_BTp)
 
-    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+    def add_weighted(self, weight_B: Tensor, slot: SumTarget) -> None:
         """Adds sum_b weight_b grad_b to the slot (p, d).
 
         The factor goes into the smaller operand, which is copied.
@@ -105,7 +105,7 @@ class OuterProducts:
 
 
 @dataclass(frozen=True)
-class Rows:
+class EmbeddingGradient:
     """Per-example gradient of an embedding (V, p): row ids_BT[b, t] receives g_BTp[b, t].
 
     It is an outer product with one-hot inputs, which are never formed.
@@ -131,7 +131,7 @@ class Rows:
         )
         return Norm(squared_B, wide(self.g_BTp).norm(dim=2).sum(1), by_underflow)
 
-    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+    def add_weighted(self, weight_B: Tensor, slot: SumTarget) -> None:
         """Adds sum_b weight_b grad_b to the slot (V, p).
 
         Tokens of one row are added up first, so that a row of the total rounds once for many
@@ -189,7 +189,7 @@ class Dense:
         norm_B = torch.cat(norms_BN, 1).double().norm(dim=1).to(grad_Bn.dtype)
         return Norm(norm_B.square(), norm_B, underflow_bound(n, norm_B.dtype))
 
-    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+    def add_weighted(self, weight_B: Tensor, slot: SumTarget) -> None:
         """Adds sum_b weight_b grad_b to the slot."""
         grad_Bn = self.grad_B.flatten(1)
         wide_weight_B = weight_B.double()
@@ -239,7 +239,7 @@ class ChunkedOuterProducts:
         strip = _strip(_grams(self.a_BTd, self.a_BTd), [self.gram_g_BTT], 0)
         return _norm_of_strips(*strip, self.a_BTd.shape[2], self.num_rows)
 
-    def add_weighted(self, weight_B: Tensor, slot: Slot) -> None:
+    def add_weighted(self, weight_B: Tensor, slot: SumTarget) -> None:
         """Adds sum_b weight_b grad_b to the slot (V, d)."""
         in_bf16 = self.folds_in_bf16
         a_BTd = _scaled(self.a_BTd if in_bf16 else wide(self.a_BTd), weight_B)
@@ -252,7 +252,7 @@ class ChunkedOuterProducts:
         return _are_on_matrix_units(self.a_BTd)
 
 
-Contribution = OuterProducts | Rows | Dense | ChunkedOuterProducts
+Contribution = OuterProducts | EmbeddingGradient | Dense | ChunkedOuterProducts
 
 
 def copy_borrowed(part: Contribution, *borrowed: Tensor | None) -> Contribution:
@@ -283,7 +283,7 @@ def may_cancel(parts: Sequence[Contribution]) -> bool:
     x = parts[0]
     if isinstance(x, Dense):
         return False
-    inputs = x.ids_BT if isinstance(x, Rows) else x.a_BTd
+    inputs = x.ids_BT if isinstance(x, EmbeddingGradient) else x.a_BTd
     return inputs.shape[1] != 1
 
 
@@ -303,7 +303,7 @@ def write_out(parts: Sequence[Contribution], shape: torch.Size) -> Dense:
                 gradients.append(part.grad_B)
             case OuterProducts():
                 gradients.append(part.instantiate())
-            case Rows():
+            case EmbeddingGradient():
                 g_BTp = wide(part.g_BTp)
                 batch_size = len(g_BTp)
                 first_row_B1 = torch.arange(batch_size, device=g_BTp.device)[:, None] * shape[0]
@@ -337,8 +337,8 @@ def blank_excluded(part: Contribution, excluded_B: Tensor | None) -> Contributio
     match part:
         case Dense():
             return Dense(blank_rows(part.grad_B, excluded_B), part.is_product)
-        case Rows():
-            return Rows(part.ids_BT, blank_rows(part.g_BTp, excluded_B))
+        case EmbeddingGradient():
+            return EmbeddingGradient(part.ids_BT, blank_rows(part.g_BTp, excluded_B))
         # One kernel for both.
         case OuterProducts(a, g) if _in_place(a) and _in_place(g):
             return OuterProducts(blank_rows_(a, excluded_B, g), g)
@@ -413,7 +413,7 @@ def fold_error(x: Contribution) -> float:
     of factor and entry (and a little for fp32 rounding before), and matrix units that cut off
     rather than round at every 8 or more products.
     """
-    if isinstance(x, Dense | Rows) or not x.folds_in_bf16:
+    if isinstance(x, Dense | EmbeddingGradient) or not x.folds_in_bf16:
         return 0.0
     fold = 2**-8 * (1 + 2**-10)
     cut_off = x.sum_terms / 8 * 2**-23
@@ -583,29 +583,29 @@ def inner(x: Contribution, y: Contribution) -> Tensor:
             return inner(y, x)
         case OuterProducts(), OuterProducts():
             return total(gram(x.a_BTd, y.a_BTd) * gram(x.g_BTp, y.g_BTp))
-        case Rows(), Rows():
+        case EmbeddingGradient(), EmbeddingGradient():
             is_same_id_BTS = x.ids_BT[:, :, None] == y.ids_BT[:, None, :]
             return total(gram(x.g_BTp, y.g_BTp) * is_same_id_BTS)
-        case Rows(), OuterProducts():
+        case EmbeddingGradient(), OuterProducts():
             # A tied embedding and head:
             # <sum_s e_{id_s} (x) r_s, sum_t g_t (x) a_t> = sum_{s,t} g_t[id_s] (r_s . a_t).
             ids_BTS = x.ids_BT[:, None, :].expand(-1, y.g_BTp.shape[1], -1)
             entries_BTS = wide(y.g_BTp).gather(2, ids_BTS)
             return total(entries_BTS * gram(y.a_BTd, x.g_BTp))
-        case OuterProducts(), Rows():
+        case OuterProducts(), EmbeddingGradient():
             return inner(y, x)
         case Dense(), Dense():
             products_Bn = x.grad_B.flatten(1) * y.grad_B.flatten(1)
             return products_Bn.sum(1, dtype=torch.float64).to(x.grad_B.dtype)
         case Dense(), OuterProducts():
             return inner(x, Dense(y.instantiate()))
-        case Dense(), Rows():
+        case Dense(), EmbeddingGradient():
             # sum_t D[id_t] . g_t
             ids_BTp = y.ids_BT[:, :, None].expand(-1, -1, x.grad_B.shape[2])
             entries_BTp = x.grad_B.gather(1, ids_BTp)
             products_Bn = (entries_BTp * wide(y.g_BTp)).flatten(1)
             return products_Bn.sum(1, dtype=torch.float64).to(entries_BTp.dtype)
-        case OuterProducts() | Rows(), Dense():
+        case OuterProducts() | EmbeddingGradient(), Dense():
             return inner(y, x)
         case _:
             raise NotImplementedError(
@@ -618,11 +618,11 @@ def _restricted(x: Contribution, rows: slice) -> Contribution:
     match x:
         case OuterProducts():
             return OuterProducts(x.a_BTd, x.g_BTp[:, :, rows])
-        case Rows():
+        case EmbeddingGradient():
             is_in_rows_BT = (x.ids_BT >= rows.start) & (x.ids_BT < rows.stop)
             last = rows.stop - rows.start - 1
             ids_BT = (x.ids_BT - rows.start).clamp(0, last)
-            return Rows(ids_BT, x.g_BTp.masked_fill(~is_in_rows_BT[:, :, None], 0))
+            return EmbeddingGradient(ids_BT, x.g_BTp.masked_fill(~is_in_rows_BT[:, :, None], 0))
         case Dense():
             return Dense(x.grad_B[:, rows])
         case ChunkedOuterProducts():

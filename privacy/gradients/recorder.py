@@ -28,7 +28,13 @@ from ..sums.grid import SHORT
 from . import compiled
 from .coverage import mixing_reason, reason_without_rule, refusal, rule_of
 from .fallback import Claim, Replay, Uncovered, form_of, map_tensors, number_tensors, tensors_of
-from .per_example_gradients import Contribution, Dense, OuterProducts, Rows, copy_borrowed
+from .per_example_gradients import (
+    Contribution,
+    Dense,
+    EmbeddingGradient,
+    OuterProducts,
+    copy_borrowed,
+)
 from .raw_parameters import Table, copies, is_table
 from .rules import KEEPS, RULES, tokens
 
@@ -73,7 +79,10 @@ class Call:
             if self.input is None:
                 yield name, Dense(wide(gradient))
             else:
-                yield name, Rows(self.input.reshape(len(self.input), -1), tokens(gradient))
+                yield (
+                    name,
+                    EmbeddingGradient(self.input.reshape(len(self.input), -1), tokens(gradient)),
+                )
             return
         kind = rule_of(self.claim.module)
         assert kind is not None

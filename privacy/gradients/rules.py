@@ -25,8 +25,8 @@ from .per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
     Dense,
+    EmbeddingGradient,
     OuterProducts,
-    Rows,
     gram,
     sum_over_tokens,
 )
@@ -139,7 +139,7 @@ def embedding(module: nn.Module, ids: Tensor, g: Tensor) -> dict[str, Contributi
     g_BTp = tokens(g)
     if module.padding_idx is not None:
         g_BTp = g_BTp.masked_fill((ids_BT == module.padding_idx)[:, :, None], 0)
-    return {"weight": Rows(ids_BT, g_BTp)}
+    return {"weight": EmbeddingGradient(ids_BT, g_BTp)}
 
 
 # Normalisation layers: y = normalised(x) * weight + bias, so their per-example gradients are sums

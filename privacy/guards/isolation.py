@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..clipping.clipped_sum import Rows
+from ..clipping.clipped_sum import LossesAndNorms
 from ..errors import MixedExamples, PrivacyConfigError
 from ..gradients.module_state import MODULE_ATTRIBUTES, PLAIN
 from ..ranks import collectives
@@ -184,7 +184,9 @@ class Isolation:
         else:
             self.is_mixed = True
 
-    def _compare_halves(self, part: Part, rows: Rows, sums_before: Accumulator) -> Agreement:
+    def _compare_halves(
+        self, part: Part, rows: LossesAndNorms, sums_before: Accumulator
+    ) -> Agreement:
         """Adds both halves of a micro-batch to the sums before it, and compares rows and sums.
 
         Args:

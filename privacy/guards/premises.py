@@ -43,7 +43,7 @@ from ..ranks import collectives
 from ..sampling.poisson import PoissonSampler
 from ..step.batches import max_micro_batches
 from ..sums.grid import LARGEST_INT64, LARGEST_SPLIT, Unit
-from ..sums.totals import Slot
+from ..sums.totals import SumTarget
 
 if TYPE_CHECKING:
     from ..clipping import ClippedSum
@@ -149,7 +149,7 @@ def _of_this_rank(
     require({"the parameters that are summed are those that get noise": is_same})
     grid = clipped.grid
     unit = clipped.accumulator.unit
-    n = Slot.examples
+    n = SumTarget.examples
     if unit is not None and plan.formal_guarantee:
         dtype = wide_dtype(engine.compute_dtype)
         require_exact_products(engine.device, dtype, engine.shapes.values())

@@ -44,7 +44,7 @@ from .neighbours import (
     nothing_is_small,
     shortened,
 )
-from .unchanged import PASSED, Passed, changes, structure
+from .unchanged import PASSED, SelfCheckRecord, changes, structure
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-10}
 """Relative difference of a parameter's gradient, by the narrowest dtype of the forward.
@@ -193,7 +193,7 @@ def check_against_autograd(
                 _by_groups(model, check_neighbours)
     reference = weakref.WeakMethod(task) if inspect.ismethod(task) else weakref.ref(task)
     made_up = {name: x.detach().clone() for name, x in made_up.items()}
-    passed = Passed(recorded_structure, moved, reference, made_up, set())
+    passed = SelfCheckRecord(recorded_structure, moved, reference, made_up, set())
     PASSED.setdefault(model, []).append(passed)
 
 

@@ -51,7 +51,7 @@ class Part(NamedTuple):
     num_undecodable: int
 
 
-class Passed(NamedTuple):
+class SelfCheckRecord(NamedTuple):
     """The record of a model that passed the self-check.
 
     Attributes:
@@ -69,7 +69,7 @@ class Passed(NamedTuple):
     tried: set[object]
 
 
-PASSED: weakref.WeakKeyDictionary[nn.Module, list[Passed]] = weakref.WeakKeyDictionary()
+PASSED: weakref.WeakKeyDictionary[nn.Module, list[SelfCheckRecord]] = weakref.WeakKeyDictionary()
 """The records of each model, one for each task and set of made-up examples; selfcheck.py adds."""
 
 
@@ -161,7 +161,7 @@ class SelfChecked:
         if any(way in p.tried for p in unchanged):
             return
 
-        def num_equal_shapes(record: Passed) -> int:
+        def num_equal_shapes(record: SelfCheckRecord) -> int:
             shapes = {name: x.shape[1:] for name, x in record.made_up.items()}
             return sum(shapes[name] == x.shape[1:] for name, x in inputs.items())
 
@@ -188,14 +188,14 @@ class SelfChecked:
             self._on_change()
 
     def _require_same(
-        self, records: list[Passed], current: Structure
-    ) -> tuple[list[Passed], set[Place]]:
+        self, records: list[SelfCheckRecord], current: Structure
+    ) -> tuple[list[SelfCheckRecord], set[Place]]:
         """Returns the records from which no fixed place differs, and all places that differ.
 
         Raises:
             PrivacyConfigError: there is no such record, or the clipped sum is for other parameters.
         """
-        unchanged: list[Passed] = []
+        unchanged: list[SelfCheckRecord] = []
         changed: set[Place] = set()
         fixed: list[Place] = []
         for record in records:
@@ -218,7 +218,7 @@ class SelfChecked:
             )
         return unchanged, changed
 
-    def _records_with(self, inputs: Mapping[str, Tensor]) -> list[Passed]:
+    def _records_with(self, inputs: Mapping[str, Tensor]) -> list[SelfCheckRecord]:
         """Returns the records of the model with this task and inputs of these kinds.
 
         Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import PrivacyConfigError
 from .grid import SHORT, Grid, Unit
-from .totals import Slot, Total, add_together, blocks, real_numbers
+from .totals import ParameterSum, SumTarget, add_together, blocks, real_numbers
 
 BLOCK_COORDINATES = 1 << 23
 """Coordinates of sums that are allocated together: 48 MiB, above the 32 that any malloc keeps in
@@ -59,7 +59,7 @@ class Accumulator:
                 "which its sums have room: say how many there may be (cap, rows)"
             )
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> SumTarget:
         """Returns where this micro-batch's contribution to a parameter is to be added."""
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class LocalSums(Accumulator):
         """Starts a new logical batch."""
         super().zero_(unit)
         self._is_taken = False
-        self._totals: dict[str, Total] = {}
+        self._totals: dict[str, ParameterSum] = {}
 
     def start(self, num_rows: int) -> None:
         """Begins a micro-batch, and makes the sums for the first one."""
@@ -132,13 +132,13 @@ class LocalSums(Accumulator):
         for block in blocks:
             counts = [self.shapes[name].numel() for name in block]
             layout = self._grid.layout_of(max(counts, default=0))
-            totals = Total.zeros(counts, layout, self.unit, self.device)
+            totals = ParameterSum.zeros(counts, layout, self.unit, self.device)
             self._totals |= zip(block, totals, strict=True)
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> SumTarget:
         """Returns where this micro-batch's contribution to a parameter is to be added."""
         self._totals[name].make_room()
-        return Slot(self._totals[name])
+        return SumTarget(self._totals[name])
 
     def add_short(self, sums: dict[str, Tensor], num_examples: int) -> dict[str, Tensor]:
         """Adds all contributions by few operations; none has to wait."""
@@ -171,7 +171,7 @@ class LocalSums(Accumulator):
         """Returns the names of the parameters whose sums gather here."""
         return list(self.shapes)
 
-    def take(self, name: str) -> Total:
+    def take(self, name: str) -> ParameterSum:
         """Hands over the sum of a parameter; KeyError the second time, not zeros for a sum."""
         # No micro-batch was added.
         if not self._totals and not self._is_taken:

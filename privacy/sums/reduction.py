@@ -19,7 +19,7 @@ from ..ranks.allocator import give_back_freed_memory
 from ..ranks.engine import GradShard, ShardLayout, parts_within
 from .local import Accumulator, LocalSums
 from .sharded import ShardedSums
-from .totals import Total
+from .totals import ParameterSum
 
 PACKED_COORDINATES = 1 << 24
 """Size of the packing buffer over all ranks: 128 MiB."""
@@ -53,7 +53,7 @@ def reduce_to_owners(
     num_unpacked = dict.fromkeys(sums.names, 0)
     for piece in itertools.chain.from_iterable(layout.pieces):
         num_unpacked[piece.name] += piece.length
-    unpacked: dict[str, Total] = {}
+    unpacked: dict[str, ParameterSum] = {}
     shards = [
         GradShard(p.name, p.offset, torch.empty(0, device=sums.device))
         for p in layout.owned_by(rank)

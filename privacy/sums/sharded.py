@@ -29,7 +29,7 @@ from ..ranks import collectives
 from ..ranks.engine import GradShard, Piece, ShardLayout, runs, split
 from .grid import Grid, Unit
 from .local import Accumulator
-from .totals import Slot, Total
+from .totals import ParameterSum, SumTarget
 
 BUCKET_COORDINATES = 1 << 24
 """Coordinates of a bucket, at least one parameter: 128 MiB of fp64."""
@@ -97,7 +97,7 @@ class ShardedSums(Accumulator):
             bucket.waiting = set(bucket.shapes)
             bucket.sums = None
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> SumTarget:
         """Returns where this micro-batch's contribution to a parameter is to be added."""
         bucket = self._bucket_of[name]
         if bucket.sums is None:
@@ -106,7 +106,7 @@ class ShardedSums(Accumulator):
             )
         start = bucket.starts[name]
         stop = start + bucket.shapes[name].numel()
-        return Slot(Total(bucket.sums[start:stop], unit=self.unit))
+        return SumTarget(ParameterSum(bucket.sums[start:stop], unit=self.unit))
 
     def complete(self, name: str) -> None:
         """Reduces every bucket whose turn has come and whose contributions are complete."""

@@ -29,7 +29,7 @@ launches rare."""
 Number = Tensor | float
 
 
-class Total:
+class ParameterSum:
     """The sum of one parameter.
 
     Attributes:
@@ -47,7 +47,7 @@ class Total:
     @classmethod
     def zeros(
         cls, counts: Sequence[int], layout: Layout, unit: Unit | None, device: torch.device
-    ) -> "list[Total]":
+    ) -> "list[ParameterSum]":
         """Returns sums of several parameters in one allocation, free again when all of them are."""
         dtype = torch.float64 if layout == "float64" else torch.int64
         sizes = [num_bytes(count, layout) for count in counts]
@@ -64,7 +64,7 @@ class Total:
                 totals.append(cls(part.view(dtype)[:count], None, unit))
         return totals
 
-    def set_to(self, total: "Total") -> None:
+    def set_to(self, total: "ParameterSum") -> None:
         """Takes over the sum of another total of the same layout."""
         self.low.copy_(total.low)
         if self.high is not None and total.high is not None:
@@ -199,8 +199,10 @@ def _carry(low: Tensor, high: Tensor) -> None:
     low.sub_(carry.bitwise_left_shift_(30))
 
 
-def add_together(totals: Sequence[Total], values: Sequence[Tensor], num_examples: int) -> None:
-    """Adds to each total, as `Total.add` does, by few operations for all of them.
+def add_together(
+    totals: Sequence[ParameterSum], values: Sequence[Tensor], num_examples: int
+) -> None:
+    """Adds to each total, as `ParameterSum.add` does, by few operations for all of them.
 
     It serves parameters of few numbers, of which a model has hundreds.
 
@@ -222,24 +224,24 @@ def _places(starts: tuple[tuple[int, int], ...], device: torch.device) -> Tensor
 
 
 @dataclass(frozen=True)
-class Slot:
+class SumTarget:
     """Takes one parameter's contributions to a micro-batch.
 
     Attributes:
         examples: the most examples, padding included, in one fp32 sum.
     """
 
-    total: Total
+    total: ParameterSum
     examples: int = EXAMPLES_PER_SUM
 
-    def of_uses(self) -> "Slot":
+    def of_uses(self) -> "SumTarget":
         """Returns a slot for several calls that contribute to one parameter.
 
         Each has products of its own, which meet in fp64; hand its `low` to `add` of this slot's
         total afterwards. The parts of one example in all calls are MOST_CANCELLED C long together.
         With products of n / sqrt(MOST_CANCELLED) examples the roundings are within n^2 u C.
         """
-        sum_of_calls = Total(torch.zeros_like(self.total.low, dtype=torch.float64))
+        sum_of_calls = ParameterSum(torch.zeros_like(self.total.low, dtype=torch.float64))
         examples = max(1, math.isqrt(self.examples**2 // MOST_CANCELLED))
         return replace(self, total=sum_of_calls, examples=examples)
 

@@ -25,7 +25,7 @@ from privacy.step.step import train_step
 from privacy.sums.grid import Grid
 from privacy.sums.local import LocalSums
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import Slot, real_numbers
+from privacy.sums.totals import SumTarget, real_numbers
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_engines import (
     NUM_EXAMPLES,
@@ -86,7 +86,7 @@ class CountingOpenBuckets(ShardedSums):
 
     most = 0
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> SumTarget:
         slot = super().slot(name)
         self.most = max(self.most, sum(b.sums.numel() for b in self._buckets if b.sums is not None))
         return slot

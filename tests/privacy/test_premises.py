@@ -35,7 +35,7 @@ from privacy.sampling.sampler import sampler_of
 from privacy.step.batches import max_rows
 from privacy.step.step import Mechanism
 from privacy.sums.grid import Grid, Unit
-from privacy.sums.totals import Slot
+from privacy.sums.totals import SumTarget
 from tests.privacy.loop.own import make, quick
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -265,7 +265,7 @@ def test_rows_of_all_ranks_together_have_room_in_a_sum(
 def test_sums_of_one_example_more_in_single_precision_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Slot, "examples", 65)
+    monkeypatch.setattr(SumTarget, "examples", 65)
     opened("float64").require()
     with pytest.raises(PrivacyConfigError, match=r"a sum of 65 examples in torch\.float32"):
         opened().require()

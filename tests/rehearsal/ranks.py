@@ -45,7 +45,7 @@ from privacy.sums import reduction
 from privacy.sums.grid import SHORT, Grid
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
-from privacy.sums.totals import Total
+from privacy.sums.totals import ParameterSum
 from tests.distributed.ranks import free_port
 from tests.rehearsal.part import ROOT, Part, lap
 from trainer.config.cli import open_files_of
@@ -138,12 +138,12 @@ class Rows:
         return self._number.new_empty(size)
 
 
-def read_one(total: Total, some: slice) -> torch.Tensor:
+def read_one(total: ParameterSum, some: slice) -> torch.Tensor:
     """Reads one entry, by as many operations as `some` takes."""
     return read(total, slice(0, 1))
 
 
-read = Total.read
+read = ParameterSum.read
 
 
 def rehearse(part: Part, fleet: Fleet | None = None) -> None:
@@ -242,7 +242,7 @@ def reduce(fleet: Fleet, stage: int, world_size: int) -> dict[str, Any]:
         all_reduce_sum=lambda values: values.mul_(world_size),
         reduce_scatter_sum=note,
     )
-    on_numbers = patch.object(torch, "zeros", Rows), patch.object(Total, "read", read_one)
+    on_numbers = patch.object(torch, "zeros", Rows), patch.object(ParameterSum, "read", read_one)
     trimming = patch.object(reduction, "give_back_freed_memory")  # which GPUs do not need
     with standing_in, on_numbers[0], on_numbers[1], trimming, lap(measured, "reduce"):
         shards = reduce_to_owners(clipped.accumulator, clipped.exponent, layout)

@@ -205,8 +205,8 @@ def forgetful(make: Any, sums: Any) -> None:
     at=(local.LocalSums, "take"),
     beginning=((local.LocalSums, "_make"), forgetful),
 )
-def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> totals.Total:
-    total: totals.Total = take(sums, name)
+def sums_keep_a_64th_of_the_step_before(take: Any, sums: Any, name: str) -> totals.ParameterSum:
+    total: totals.ParameterSum = take(sums, name)
     sums.__dict__.setdefault("before", {})[name] = total.read(slice(None)) // 64
     return total
 

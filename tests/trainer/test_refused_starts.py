@@ -19,7 +19,7 @@ from privacy.errors import NotRecorded, PrivacyConfigError, PrivacyStateRefused
 from privacy.ledger.chain import hash_line
 from privacy.ledger.shared import SharedLedger
 from privacy.step.run_folder import RunFolder
-from privacy.sums.totals import Slot
+from privacy.sums.totals import SumTarget
 from tests.distributed.ranks import ROOT
 from tests.privacy.loop.own import make
 from tests.trainer.test_chains import run
@@ -536,7 +536,7 @@ def test_a_run_without_a_premise_of_its_guarantee_is_refused_before_its_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One premise of many: tests/privacy/test_premises.py."""
-    monkeypatch.setattr(Slot, "examples", 65)
+    monkeypatch.setattr(SumTarget, "examples", 65)
     with pytest.raises(
         PrivacyConfigError, match=r"a premise of the guarantee does not hold: a sum of 65 examples"
     ):

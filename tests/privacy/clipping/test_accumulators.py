@@ -12,7 +12,7 @@ from torch import Tensor
 
 from privacy.clipping import ClippedSum
 from privacy.errors import PrivacyConfigError
-from privacy.gradients.per_example_gradients import Dense, OuterProducts, Rows
+from privacy.gradients.per_example_gradients import Dense, EmbeddingGradient, OuterProducts
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.ranks.engine import even_layout
 from privacy.sums.grid import (
@@ -26,7 +26,7 @@ from privacy.sums.grid import (
 from privacy.sums.local import LocalSums
 from privacy.sums.reduction import reduce_to_owners
 from privacy.sums.sharded import ShardedSums
-from privacy.sums.totals import Slot, Total, add_together, real_numbers
+from privacy.sums.totals import ParameterSum, SumTarget, add_together, real_numbers
 from tests.distributed.ranks import run_ranks
 from tests.privacy.clipping.neighbours import Product
 from trainer.planner.probe import MemoryTimeline
@@ -116,7 +116,7 @@ def test_contract_4_sums_equal_those_of_big_integers_in_any_order(seed: int) -> 
     expected = [sum(column) for column in zip(*(whole(x, unit, n) for x, n in parts), strict=True)]
     for layout, _ in itertools.product((grid.layout, "int64"), range(2)):
         rng.shuffle(parts)
-        (total,) = Total.zeros([300], layout, unit, CPU)
+        (total,) = ParameterSum.zeros([300], layout, unit, CPU)
         for x, examples in parts:
             total.make_room()
             for some in (slice(0, 130), slice(130, 300)):  # as products of large matrices come
@@ -130,7 +130,7 @@ def test_contract_4_the_edge_of_the_range() -> None:
     grid = Grid.of(190_000_000, torch.float32, 1_319_879, 100_000)
     unit = grid.unit(math.nextafter(1.0, 0))
     assert grid.layout == "int32+int16" and unit is not None
-    (total,), examples = Total.zeros([2], grid.layout, unit, CPU), 1000
+    (total,), examples = ParameterSum.zeros([2], grid.layout, unit, CPU), 1000
     largest = examples * unit.largest
     for _ in range(100_000 // examples):
         total.make_room()
@@ -182,8 +182,8 @@ def test_contract_4_half_way_points_reach_the_bound_and_do_not_pass_it(calls: in
 
 def test_contract_4_calls_that_cancel_are_clamped_together() -> None:
     """20 C in one call and -19.5 C in the other: each of them alone is more than one example may contribute."""
-    (total,) = Total.zeros([2], "int64", Grid.of(2, torch.float32, 1, 1).unit(1.0), CPU)
-    slot = Slot(total).of_uses()
+    (total,) = ParameterSum.zeros([2], "int64", Grid.of(2, torch.float32, 1, 1).unit(1.0), CPU)
+    slot = SumTarget(total).of_uses()
     for value in (20.0, -19.5):
         slot.total.add([torch.tensor([value, -value], dtype=torch.float64)], 1)
     total.add([slot.total.low], 1)
@@ -214,7 +214,9 @@ def test_contract_4_no_fp32_sum_holds_more_than_64_examples(seed: int) -> None:
 def test_short_products_of_a_large_micro_batch_do_not_wait_for_one_another() -> None:
     """Narrow products over many tokens are of one example each: hundreds of them take no more memory than some."""
     (total,), peaks = (
-        Total.zeros([16 * 512], "int64", Grid.of(16 * 512, torch.float32, 1, 1).unit(1.0), CPU),
+        ParameterSum.zeros(
+            [16 * 512], "int64", Grid.of(16 * 512, torch.float32, 1, 1).unit(1.0), CPU
+        ),
         [],
     )
     for count in (16, 512):
@@ -223,7 +225,7 @@ def test_short_products_of_a_large_micro_batch_do_not_wait_for_one_another() -> 
             torch.ones(count, 1, 512),
             torch.ones(count, 16 * 512),
         )
-        slot = Slot(total, examples=1)
+        slot = SumTarget(total, examples=1)
         with MemoryTimeline() as timeline:
             slot.add_product(g_B1p, a_B1d)
             slot.add_matrices(grad_Bn, torch.ones(count))
@@ -250,7 +252,7 @@ def test_slots_hold_the_weighted_sum(kind: str, size: int, dtype: torch.dtype, g
     )
     g_BTp, a_BTd = g_BTp.to(dtype), a_BTd.to(dtype)
     part: Any = {
-        "rows": Rows(ids_BT, g_BTp),
+        "rows": EmbeddingGradient(ids_BT, g_BTp),
         "dense": Dense(g_BTp[:, :4]),
         "dense_matrix": Dense(g_BTp[:, :4].float(), is_product=True),
         "product": OuterProducts(g_BTp, a_BTd),
@@ -289,7 +291,9 @@ def test_contract_6_a_row_of_a_table_in_every_block_of_a_micro_batch(sign: int) 
     sums.zero_(unit)
     for _ in range(3):
         sums.start(EXAMPLES_PER_PART)
-        Rows(ids_BT, g_BTp).add_weighted(torch.ones(EXAMPLES_PER_PART), sums.slot("table"))
+        EmbeddingGradient(ids_BT, g_BTp).add_weighted(
+            torch.ones(EXAMPLES_PER_PART), sums.slot("table")
+        )
     total = sums.take("table").read(slice(None)).view(10_000, 2)
     assert total[0].tolist() == [3 * int(units_B.sum())] * 2 and not total[1:].any()
 

@@ -9,7 +9,12 @@ from privacy.certified.certified_sum import CertifiedSum
 from privacy.clipping import SUMS
 from privacy.clipping.clipped_sum import Mode
 from privacy.clipping.norms import NormTally
-from privacy.gradients.per_example_gradients import Contribution, Dense, OuterProducts, Rows
+from privacy.gradients.per_example_gradients import (
+    Contribution,
+    Dense,
+    EmbeddingGradient,
+    OuterProducts,
+)
 from privacy.plan.lattice import Lattice
 from privacy.plan.releases import SENSITIVITY_SLACK
 from tests.privacy.clipping import oracle
@@ -85,7 +90,7 @@ def test_contract_4_the_longest_sum_counts_wherever_its_parameter_comes() -> Non
     matrix = OuterProducts(signs_T.view(1, -1, 1), torch.ones(1, 2000, 1))
     others: list[Contribution] = [
         Dense(torch.zeros(1, 3)),
-        Rows(torch.zeros(1, 1).long(), torch.zeros(1, 1, 2)),
+        EmbeddingGradient(torch.zeros(1, 1).long(), torch.zeros(1, 1, 2)),
     ]
     orders: list[list[Contribution]] = [[matrix, *others], [*others, matrix]]
     norms = []
@@ -105,7 +110,7 @@ def call(kind: str, sign: float) -> Contribution:
     one, signed = torch.ones(1, 1, 1), torch.full((1, 1, 1), sign)
     match kind:
         case "rows":
-            return Rows(torch.zeros(1, 1).long(), signed)
+            return EmbeddingGradient(torch.zeros(1, 1).long(), signed)
         case "written":
             return Dense(signed)
     return OuterProducts(one, signed)

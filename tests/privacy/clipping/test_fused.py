@@ -21,7 +21,7 @@ from privacy.gradients.rules import _layer_norm, _rms_norm
 from privacy.numerics import fused
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.sums.grid import Grid
-from privacy.sums.totals import Total
+from privacy.sums.totals import ParameterSum
 from tests.privacy.clipping import oracle
 from tests.privacy.clipping.neighbours import Product
 from tests.privacy.clipping.test_sensitivity import cancelling, change
@@ -41,9 +41,11 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         return fused.compiled(function, for_all_sizes)(*arguments)
 
     monkeypatch.setattr(fused, "launch", launch)
-    limits = Total._limits  # as on CUDA: numbers are tensors
+    limits = ParameterSum._limits  # as on CUDA: numbers are tensors
     full = lambda x: None if x is None else torch.full((), x, dtype=torch.float64)  # noqa: E731
-    monkeypatch.setattr(Total, "_limits", lambda self, count: tuple(map(full, limits(self, count))))
+    monkeypatch.setattr(
+        ParameterSum, "_limits", lambda self, count: tuple(map(full, limits(self, count)))
+    )
     yield names
     torch._dynamo.reset()
     fused.compiled.cache_clear()
@@ -80,7 +82,7 @@ def test_contract_4_compiled_rounding_has_the_bits_of_the_reference(
         ]
         sums = []
         for is_compiled in (False, True):
-            (total,) = Total.zeros([len(values[0]) + 5], grid.layout, unit, CPU)
+            (total,) = ParameterSum.zeros([len(values[0]) + 5], grid.layout, unit, CPU)
             for _ in range(5):  # and carries
                 total.make_room()
                 if is_compiled:

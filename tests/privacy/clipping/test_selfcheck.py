@@ -600,18 +600,18 @@ def second_sum_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def later_micro_batches(
-    change: Callable[[totals.Total], object],
+    change: Callable[[totals.ParameterSum], object],
 ) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
-        add, seen = totals.Total.add, list[totals.Total]()
+        add, seen = totals.ParameterSum.add, list[totals.ParameterSum]()
 
-        def wrong(self: totals.Total, *args: Any) -> None:
+        def wrong(self: totals.ParameterSum, *args: Any) -> None:
             if any(total is self for total in seen):
                 change(self)
             seen.append(self)
             add(self, *args)
 
-        patch.setattr(totals.Total, "add", wrong)
+        patch.setattr(totals.ParameterSum, "add", wrong)
 
     return plant
 

@@ -12,8 +12,8 @@ from privacy.gradients.per_example_gradients import (
     ChunkedOuterProducts,
     Contribution,
     Dense,
+    EmbeddingGradient,
     OuterProducts,
-    Rows,
     inner,
 )
 
@@ -25,7 +25,7 @@ def written_out(part: Contribution) -> Tensor:
     match part:
         case OuterProducts():
             return part.instantiate()
-        case Rows():
+        case EmbeddingGradient():
             table = torch.zeros(B, V, D, dtype=torch.float64)
             return table.scatter_add_(1, part.ids_BT[:, :, None].expand(-1, -1, D), part.g_BTp)
         case Dense():
@@ -53,8 +53,8 @@ def test_every_pair_of_kinds_against_the_written_out_gradients() -> None:
     kinds: list[Contribution] = [
         OuterProducts(numbers(B, T, D), numbers(B, T, V)),
         OuterProducts(numbers(B, 1, D), numbers(B, 1, V)),
-        Rows(torch.randint(0, V, (B, T), generator=generator), numbers(B, T, D)),
-        Rows(torch.full((B, T), V - 1), numbers(B, T, D)),
+        EmbeddingGradient(torch.randint(0, V, (B, T), generator=generator), numbers(B, T, D)),
+        EmbeddingGradient(torch.full((B, T), V - 1), numbers(B, T, D)),
         Dense(numbers(B, V, D)),
         chunked(numbers(B, T, D), numbers(B, T, V), 3),
         chunked(numbers(B, 2, D), numbers(B, 2, V), 5),
