@@ -190,18 +190,21 @@ def _working_in(index_dir: Path) -> Iterator[Path]:
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield parts
     except BlockingIOError as error:
+        os.close(descriptor)
         raise DataError(
             f"another build is at work in {index_dir}; wait for it or choose another folder"
         ) from error
+    try:
+        yield parts
     finally:
-        os.close(descriptor)
-        # A refused build leaves no trace.
+        # A build that is refused leaves no trace. Removing the folder needs the lock: before its
+        # first part, another build's folder holds nothing but the lock, too.
         if parts.exists() and [path.name for path in parts.iterdir()] == ["lock"]:
             shutil.rmtree(parts)
             if not any(index_dir.iterdir()):
                 index_dir.rmdir()
+        os.close(descriptor)
 
 
 def _part_name(name: str) -> str:

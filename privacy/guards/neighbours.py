@@ -28,11 +28,14 @@ SMALL = 1e-3
 LARGE = 1e4
 """The factor that makes floating-point inputs large."""
 IN_ANY_ORDER = 1e-2
-"""Relative difference on accelerators, some of whose kernels add in no fixed order, in bf16 too."""
+"""A tolerance, relative, for accelerators: some of their kernels add in no fixed order, also in
+bf16."""
 
 
 def require_apart(task: Task, inputs: Inputs, size: int) -> None:
-    """Refuses a task that changes losses of examples beside other rows. Collective where it is.
+    """Refuses a task whose loss for an example depends on the other rows of the micro-batch.
+
+    Collective if the task's forward is, as that of a sharded model.
 
     Args:
         task: `task(**inputs)` returns loss_B.
@@ -52,7 +55,7 @@ def require_apart(task: Task, inputs: Inputs, size: int) -> None:
     stays_B[size // 2] = True
     losses: list[Tensor] = []
 
-    def run(micro_batch: Inputs, has_nan: bool) -> None:
+    def run(micro_batch: Inputs, _has_nan: bool) -> None:
         losses.append(losses_of(task, micro_batch))
 
     row_B = torch.arange(size) % len(next(iter(inputs.values())))
@@ -132,41 +135,44 @@ def compare_losses(first_B: Tensor, second_B: Tensor, tolerance: float, prefix: 
 def among_neighbours(
     inputs: Inputs, row_B: Tensor, stays_B: Tensor, run: Callable[[Inputs, bool], object]
 ) -> None:
-    """Calls `run(micro_batch, has_nan)` with the same examples among rows of three kinds.
+    """Calls `run(micro_batch, has_nan)` three times: some examples stay, and other rows change.
 
-    The first kind holds NaN and infinity. The second holds large finite numbers, which NaN would
-    hide from the largest number of a batch. The third consists of other whole examples. `run`
-    compares the results of the examples that stay.
+    The other rows hold NaN and infinity first; then large finite numbers, since a model that
+    divides by the largest number of a batch would meet NaN before; then other whole examples. If
+    the model refuses one of these micro-batches, two more of whole examples take its place. The
+    caller compares what its `run` has computed for the examples that stay.
 
     Args:
         row_B: the made-up example of each row.
         stays_B: False for the rows that change.
 
     Raises:
-        NotTaken: `run` raised it for all kinds but one.
+        NotTaken: `run` raised it for all micro-batches but one, so there is nothing to compare.
     """
-    kind_B = torch.arange(len(stays_B)) % 7
+    # In hostile micro-batches: rows 0 to 3 of seven are multiplied by a factor each, row 4 is cut
+    # to half, and rows 5 and 6 repeat one example.
+    place_B = torch.arange(len(stays_B)) % 7
 
     def hostile(*factors: float) -> Change:
-        """Returns a change that multiplies as many of seven rows by these factors."""
+        """Returns a change for hostile rows with these four factors."""
 
         def change(x_B: Tensor) -> Tensor:
-            # A crowd of one example is for limits that count examples. A short example is for
-            # lengths that are fitted to the longest.
-            y_B = torch.where(in_rows(kind_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
-            y_B = torch.where(in_rows(kind_B == 4, x_B), shortened(x_B), y_B)
-            if x_B.is_floating_point():  # NaN and infinity carry over at any strength of mixing
-                for kind, factor in enumerate(factors):
-                    y_B = torch.where(in_rows(kind_B == kind, x_B), y_B * factor, y_B)
+            # Repeated examples meet limits that count examples; a short one meets lengths that are
+            # fitted to the longest. NaN shows in a neighbour however weakly examples are mixed.
+            y_B = torch.where(in_rows(place_B > 4, x_B), x_B[:1], x_B.roll(1, 0))
+            y_B = torch.where(in_rows(place_B == 4, x_B), shortened(x_B), y_B)
+            if x_B.is_floating_point():
+                for place, factor in enumerate(factors):
+                    y_B = torch.where(in_rows(place_B == place, x_B), y_B * factor, y_B)
             return y_B
 
         return change
 
     to_infinity = hostile(torch.nan, torch.inf, -torch.inf, torch.nan)
     to_large = hostile(LARGE, -LARGE, LARGE, -LARGE)
-    # The last two come if a model refuses one of the first three, since their ids may have to
-    # stand where they are.
-    kinds: list[Change] = [
+    # The last two take the place of a refused one. They do not move ids from row to row, since a
+    # model may need certain ids in certain rows.
+    changes: list[Change] = [
         to_infinity,
         to_large,
         lambda x_B: x_B.roll(1, 0),
@@ -175,8 +181,9 @@ def among_neighbours(
     ]
     rows = {name: x[row_B.to(x.device)] for name, x in inputs.items()}
     num_taken = 0
-    for number, change in enumerate(kinds):
-        if number > 2 and num_taken > 1:
+    for number, change in enumerate(changes):
+        is_replacement = number > 2
+        if is_replacement and num_taken > 1:
             return
         try:
             micro_batch = {}
@@ -184,8 +191,9 @@ def among_neighbours(
                 micro_batch[name] = torch.where(in_rows(stays_B, x), x, change(x))
             run(micro_batch, number == 0)
             num_taken += 1
-        except NotTaken:  # the model refuses such values; it is tried on values that it takes
-            if num_taken + len(kinds[number + 1 :]) < 2:
+        except NotTaken:
+            num_left = len(changes) - number - 1
+            if num_taken + num_left < 2:
                 raise
 
 
@@ -215,7 +223,7 @@ class NotTaken(PrivacyConfigError):
     """The model raised an error on made-up inputs."""
 
 
-def generators() -> list[object]:
+def generator_states() -> list[object]:
     """Returns the states of the global generators of random numbers."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     _, numbers, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # foreign models use it
@@ -235,7 +243,7 @@ def must_take(examples: str) -> Iterator[None]:
         PrivacyConfigError: the block has drawn from a global generator.
     """
 
-    states_before = generators()
+    states_before = generator_states()
     try:
         yield
     except (PrivacyConfigError, MemoryError, torch.OutOfMemoryError):
@@ -247,7 +255,7 @@ def must_take(examples: str) -> Iterator[None]:
             f"({examples}): {message}; give it made-up examples that it takes: made_up= of "
             "PrivateLoop, or inputs of check_against_autograd"
         ) from error
-    if generators() != states_before:
+    if generator_states() != states_before:
         raise PrivacyConfigError(
             "the forward draws random numbers, so an example's gradient depends on its place in "
             "the micro-batch: switch dropout and random masks off (model.eval(), p = 0), or make "

@@ -1,6 +1,7 @@
-"""Totals of whole numbers: rounds a contribution once to the step of its sum, and adds it.
+"""Sums of whole numbers: each contribution is rounded once to multiples of a public unit.
 
-docs/sums.md has the proof of what rounding and the order of additions can move.
+docs/sums.md proves how far rounding and the order of additions can move such a sum, and explains
+n, u, C and T.
 """
 
 import functools
@@ -17,15 +18,16 @@ from ..numerics.precision import has_fp32_products_of_bf16
 from .grid import EXAMPLES_PER_SUM, MOST_CANCELLED, Layout, Unit, num_bytes
 
 NARROW = 32
-"""Products with fewer rows or columns are added up token by token: MKL does so below 4 rows, and
-below 12 columns."""
+"""A product of fewer rows or columns is treated as one that rounds at every token. MKL rounds so
+below 4 rows and below 12 columns; 32 is above both."""
 PRODUCT_ENTRIES = 1 << 22
 """Entries of a matrix product that wait in fp32 to be added to a total: 16 MiB."""
 WAITING = 8
-"""Products that are made before they meet: one pass over the total then takes all of them."""
-PIECE_ENTRIES = (1 << 18, 1 << 24)
-"""Entries that are rounded and added at a time: on CPU they fit its caches, elsewhere they make
-launches rare."""
+"""Products of other examples that are added to the sum in one pass over its memory."""
+PIECE_ENTRIES = {"cpu": 1 << 18}
+"""Entries that are rounded and added at a time by device; on a CPU they fit its caches."""
+MOST_PIECE_ENTRIES = 1 << 24
+"""The same on all other devices, where large pieces make launches rare."""
 Number = Tensor | float
 
 
@@ -34,15 +36,15 @@ class ParameterSum:
 
     Attributes:
         low: fp64, int64 or int32, flat. With `high`, an int16, the sum is low + 2^30 high.
-        unit: how numbers become whole; None adds them as they are.
+        unit: of the whole numbers; None adds numbers without rounding.
     """
 
     def __init__(self, low: Tensor, high: Tensor | None = None, unit: Unit | None = None) -> None:
         self.low = low
         self.high = high
         self.unit = unit
-        # Additions since `low` was within [-2^29, 2^29).
-        self._num_waiting = 0
+        # `low` is within [-2^29, 2^29) after a carry.
+        self._num_since_carry = 0
 
     @classmethod
     def zeros(
@@ -55,6 +57,7 @@ class ParameterSum:
         totals = []
         for count, part in zip(counts, memory.split(sizes), strict=True):
             if layout == "int32+int16":
+                # 4 of 6 bytes are for `low`.
                 third = len(part) // 3
                 low, high = part.split([third * 2, third])
                 low_n = low.view(torch.int32)[:count]
@@ -69,24 +72,27 @@ class ParameterSum:
         self.low.copy_(total.low)
         if self.high is not None and total.high is not None:
             self.high.copy_(total.high)
-        self._num_waiting = total._num_waiting
+        self._num_since_carry = total._num_since_carry
 
     def add(self, parts: Sequence[Tensor], num_examples: int, first: int = 0) -> None:
         """Adds a contribution of `num_examples` examples from entry `first` on.
 
         Args:
-            parts: flat, fp32 or fp64, each of other examples, which meet in fp64 before they are
-                rounded. Written over.
+            parts: flat, fp32 or fp64. Each is a sum over examples that are in no other part. They
+                are added up in fp64, and the result is rounded. The first part is overwritten.
         """
         high = self.high if self._splits(num_examples) else None
         scale, largest = self._limits(num_examples)
-        for piece in blocks(len(parts[0]), PIECE_ENTRIES[self.low.device.type != "cpu"]):
+        for piece in blocks(len(parts[0]), piece_entries(self.low.device)):
             place = slice(first + piece.start, first + piece.stop)
             high_piece = None if high is None else high[place]
             _add([x[piece] for x in parts], self.low[place], high_piece, scale, largest)
 
     def add_rows(self, ids_N: Tensor, values_Np: Tensor, num_examples: int) -> None:
-        """Adds rows of a table, fp64; no row but one of zeros may come twice."""
+        """Adds fp64 rows to the rows `ids_N` of a table.
+
+        An id may occur twice only if all its rows but one are zero: two rows would round twice.
+        """
         width = values_Np.shape[1]
         low_Np, high_Np = self._whole(values_Np, num_examples)
         self.low.view(-1, width).index_add_(0, ids_N, low_Np)
@@ -104,9 +110,9 @@ class ParameterSum:
         return num_examples * self.unit.largest >= 2**29
 
     def _limits(self, num_examples: int) -> tuple[Number | None, Number]:
-        """Returns how many units are 1, and how many an addend may have.
+        """Returns the units in 1, and the most units of an addend.
 
-        On CUDA they are tensors, because compiled code is made for one number.
+        On CUDA they are tensors: compiled code is specialised to each Python number.
         """
         if self.unit is None:
             return None, 0.0
@@ -120,15 +126,15 @@ class ParameterSum:
     def make_room(self) -> None:
         """Carries where needed; call it before every coordinate gets one more addend.
 
-        Three addends of 2^29 fit on top of what a carry leaves.
+        A carry leaves at most 2^29, and three addends of at most 2^29 more stay within 2^31.
         """
         if self.high is None:
             return
-        if self._num_waiting == 3:
-            for piece in blocks(len(self.low), PIECE_ENTRIES[self.low.device.type != "cpu"]):
+        if self._num_since_carry == 3:
+            for piece in blocks(len(self.low), piece_entries(self.low.device)):
                 _carry(self.low[piece], self.high[piece])
-            self._num_waiting = 0
-        self._num_waiting += 1
+            self._num_since_carry = 0
+        self._num_since_carry += 1
 
     def read(self, entries: slice) -> Tensor:
         """Returns these entries of the sum: int64 in units, or fp64 where there is no unit."""
@@ -139,9 +145,9 @@ class ParameterSum:
 
 
 def whole_numbers(unit: Unit, numbers: Tensor, num_examples: int) -> Tensor:
-    """Returns int64: a sum of `num_examples` examples, fp64, rounded once to multiples of the unit.
+    """Returns a fp64 sum over `num_examples` examples in units, rounded once to int64.
 
-    The numbers are written over.
+    The numbers are overwritten.
     """
     scale = 2.0**unit.exponent
     largest = float(num_examples * unit.largest)
@@ -166,14 +172,15 @@ def _rounded(
     """
     if scale is None:
         return x, None
-    # Compiled code would write its argument back. Both powers of two are exact.
+    # On CPU the caller's memory is reused. Compiled code would copy its result back into an
+    # argument that it overwrites. A product with a power of two is exact.
     x = x.mul_(scale) if x.device.type == "cpu" else x * scale
     # Clamped before the conversion, which turns a number beyond int32 into any number.
     x.nan_to_num_(0.0).clamp_(-largest, largest).round_()  # type: ignore[arg-type]  # of one type
     if not splits:
         return x.to(dtype), None
     high = (x * 2.0**-30).round_()
-    # Exact: a multiple of x's last place, and no longer than x.
+    # Exact: the difference is a multiple of the last binary place of x, and no larger than x.
     x.sub_(high, alpha=2.0**30)
     return x.to(dtype), high.to(torch.int16)
 
@@ -193,7 +200,8 @@ def _add(
 
 @fused(for_all_sizes=True)
 def _carry(low: Tensor, high: Tensor) -> None:
-    # floor((low + 2^29) / 2^30), without overflow.
+    # floor((low + 2^29) / 2^30), without overflow. A carry of 2 wraps around in the last line, and
+    # the difference wraps back: int32 is arithmetic modulo 2^32.
     carry = (low >> 29).add_(1).bitwise_right_shift_(1)
     high.add_(carry.to(torch.int16))
     low.sub_(carry.bitwise_left_shift_(30))
@@ -207,7 +215,7 @@ def add_together(
     It serves parameters of few numbers, of which a model has hundreds.
 
     Args:
-        totals: without `high`, and in one allocation.
+        totals: of one unit, without `high`, and in one allocation, as `zeros` makes them.
     """
     assert len({total.low.untyped_storage().data_ptr() for total in totals}) == 1
     low, _ = totals[0]._whole(torch.cat(list(values)), num_examples)
@@ -225,7 +233,7 @@ def _places(starts: tuple[tuple[int, int], ...], device: torch.device) -> Tensor
 
 @dataclass(frozen=True)
 class SumTarget:
-    """Takes one parameter's contributions to a micro-batch.
+    """Adds the contribution of a micro-batch to the sum of one parameter.
 
     Attributes:
         examples: the most examples, padding included, in one fp32 sum.
@@ -235,20 +243,20 @@ class SumTarget:
     examples: int = EXAMPLES_PER_SUM
 
     def of_uses(self) -> "SumTarget":
-        """Returns a slot for several calls that contribute to one parameter.
+        """Returns a target in fp64 for several calls that contribute to one parameter.
 
-        Each has products of its own, which meet in fp64; hand its `low` to `add` of this slot's
-        total afterwards. The parts of one example in all calls are MOST_CANCELLED C long together.
-        With products of n / sqrt(MOST_CANCELLED) examples the roundings are within n^2 u C.
+        Add the calls' products to it, and then the result's `low` to this target's sum. An
+        example's parts in all calls together may be MOST_CANCELLED times longer than C, where they
+        cancel. So a product has sqrt(MOST_CANCELLED) times fewer examples (docs/sums.md).
         """
         sum_of_calls = ParameterSum(torch.zeros_like(self.total.low, dtype=torch.float64))
         examples = max(1, math.isqrt(self.examples**2 // MOST_CANCELLED))
         return replace(self, total=sum_of_calls, examples=examples)
 
     def add_product(self, g_BTp: Tensor, a_BTd: Tensor, rows: slice = slice(None)) -> None:
-        """Adds sum_{b,t} g_bt (x) a_bt to the given rows (p, d) of the matrix.
+        """Adds sum_{b,t} g_bt (x) a_bt, (p, d), to a matrix, from its row `rows.start` on.
 
-        No more than `examples` of them meet in one fp32 sum.
+        At most `examples` examples are added up in one fp32 sum.
 
         Args:
             g_BTp, a_BTd: of one dtype. Products of bf16 come in fp32.
@@ -262,13 +270,15 @@ class SumTarget:
         on_matrix_units = not is_narrow and is_bfloat16 and has_fp32_products_of_bf16(g_BTp.device)
         rounds_each_token = is_narrow or (not on_matrix_units and adds_term_by_term(g_BTp))
         if tokens > 1 and rounds_each_token:
-            # Any order of additions: with T (n^2 + 34 n) <= examples^2, a rounding for every token
-            # is within the bound.
+            # Whatever the order of additions, T (n^2 + 34 n) u C bounds a rounding at every token,
+            # and examples^2 u C is granted (docs/sums.md): the largest n solves a quadratic
+            # equation.
             size = max(1, math.isqrt(size**2 // tokens + 17**2) - 17)
         wide = torch.promote_types(g_BTp.dtype, torch.float32)
-        num_bands = max(1, p // max(NARROW, PRODUCT_ENTRIES // d))
+        # Bands of rows bound the memory of a product. They are about equal, so that none is narrow.
+        rows_of_band = max(NARROW, PRODUCT_ENTRIES // d)
+        num_bands = max(1, p // rows_of_band)
         for i in range(num_bands):
-            # Bands of rows are about equal, so that none is narrow.
             band = slice(p * i // num_bands, p * (i + 1) // num_bands)
             operands = zip(g_BTp[:, :, band].split(size), a_BTd.split(size), strict=True)
             products = (_product(g, a, wide, on_matrix_units).view(-1) for g, a in operands)
@@ -278,7 +288,7 @@ class SumTarget:
     def add_matrices(self, grad_Bn: Tensor, weight_B: Tensor) -> None:
         """Adds sum_b weight_b grad_b to the flattened parameter.
 
-        It serves gradients of as many numbers as matrices have, with fp32 sums as in `add_product`.
+        At most `examples` examples are added up in one fp32 sum, as in `add_product`.
         """
         operands = zip(grad_Bn.split(self.examples), weight_B.split(self.examples), strict=True)
         products = (torch.mv(grad.t(), weight) for grad, weight in operands)
@@ -308,13 +318,19 @@ def adds_term_by_term(x: Tensor) -> bool:
 def _product(g_BTp: Tensor, a_BTd: Tensor, wide: torch.dtype, on_matrix_units: bool) -> Tensor:
     """Returns (p, d): a sum over examples and tokens in `wide`.
 
-    The search for neighbours puts other orders of additions in its place.
+    Tests replace this function by one with another order of additions, to search for neighbouring
+    data sets that move a sum most.
     """
     g_pN = g_BTp.flatten(0, 1).t()
     a_Nd = a_BTd.flatten(0, 1)
     if on_matrix_units:
         return torch.mm(g_pN, a_Nd, out_dtype=torch.float32)
     return torch.mm(g_pN.to(wide), a_Nd.to(wide))
+
+
+def piece_entries(device: torch.device) -> int:
+    """Returns how many entries are rounded and added at a time."""
+    return PIECE_ENTRIES.get(device.type, MOST_PIECE_ENTRIES)
 
 
 def blocks(length: int, size: int) -> Iterator[slice]:
@@ -336,6 +352,6 @@ def real_numbers_(values: Tensor, exponent: int) -> Tensor:
     The values are contiguous int64, and gone afterwards.
     """
     numbers = values.view(torch.float64)
-    for piece in blocks(values.numel(), PIECE_ENTRIES[1]):
+    for piece in blocks(values.numel(), MOST_PIECE_ENTRIES):
         numbers.view(-1)[piece] = real_numbers(values.view(-1)[piece], exponent)
     return numbers
