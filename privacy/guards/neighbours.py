@@ -170,8 +170,7 @@ def among_neighbours(
 
     to_infinity = hostile(torch.nan, torch.inf, -torch.inf, torch.nan)
     to_large = hostile(LARGE, -LARGE, LARGE, -LARGE)
-    # The last two take the place of a refused one. They do not move ids from row to row, since a
-    # model may need certain ids in certain rows.
+    # The last two repeat one example, cut to half and whole; they take the place of refused ones.
     changes: list[Change] = [
         to_infinity,
         to_large,
