@@ -44,9 +44,7 @@ class Guarded:
     def __init__(self, clipped: ClippedSum) -> None:
         self._clipped = clipped
         engine = SimpleNamespace(device=clipped.device, compute_dtype=None)
-        self._mechanism = SimpleNamespace(
-            plan=SimpleNamespace(enabled=True), clipped=clipped, engine=engine, task=clipped.model
-        )
+        self._mechanism = SimpleNamespace(clipped=clipped, engine=engine, task=clipped.model)
         self._isolation = WhenForced(self._mechanism, {})  # type: ignore[arg-type]
         self._guard = SelfChecked(clipped.model, clipped.model, clipped, self._isolation.force)
 

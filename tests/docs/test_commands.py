@@ -90,12 +90,12 @@ def test_every_recipe_begins_with_its_command(path: Path) -> None:
 def test_recipe_fragments_are_accepted() -> None:
     """As overrides of a shipped recipe."""
     from trainer.config.recipe import load_config
-    from trainer.studies.grid import flat
+    from trainer.studies.grid import dotted_keys
 
     fragments = [block for block in of("toml") if block.page != "docs/studies.md"]
     assert fragments
     for block in fragments:
-        keys = flat(tomllib.loads(block.text), str(block))
+        keys = dotted_keys(tomllib.loads(block.text), str(block))
         load_config(
             ROOT / "recipes/dpcap_base.toml",
             [f"{key}={json.dumps(value)}" for key, value in keys.items()],

@@ -283,7 +283,8 @@ class Late(nn.Module):
 def mixing_loop(run_dir: Path) -> tuple[Any, Late]:
     """A loop that has taken two steps and is about to mix."""
     model = Late()
-    loop = make(run_dir, model, expected_batch_size=40)  # rows without an example are few
+    loop = make(run_dir, model, expected_batch_size=40)
+    loop._run.parts.isolation.begin(1)  # type: ignore[union-attr]  # every micro-batch is checked
     loop.step()
     loop.step()
     model.strength = 0.01
@@ -362,7 +363,7 @@ def rank_mixes(device: torch.device, run_dir: Path) -> str:
     model = Late()
     data = rows()
     try:
-        with make(run_dir, model, data, loss=cross_entropy(model)) as loop:
+        with make(run_dir, model, data, loss=cross_entropy(model), expected_batch_size=40) as loop:
             loop.step()
             model.strength = 0.01 * dist.get_rank()
             loop._run.parts.isolation.begin(1)  # type: ignore[union-attr]
