@@ -15,6 +15,7 @@ from privacy.checkpoints.read import LATEST, MANIFEST, Checkpoint, require_recor
 from privacy.errors import NotRecorded, printable
 from privacy.files.durable import replace_file
 from privacy.files.public import open_public, read_public, survey, without_folders
+from privacy.ledger.records import MIXED_EXAMPLES, WHY_MIXED, read_ledger
 from trainer.errors import ConfigError
 from trainer.weights import new_folder
 
@@ -103,14 +104,18 @@ def publish(
         ledger: the facts of the ledger in the privacy card that was just written.
 
     Raises:
-        ConfigError: `target` is not new or lies in the run folder, a file cannot be copied, or the
-            run goes on meanwhile.
+        ConfigError: `target` is not new or lies in the run folder, a file cannot be copied, the
+            run goes on meanwhile, or its examples were mixed.
         NotRecorded: the newest whole checkpoint is not the one that the ledger recorded.
     """
     if run_dir.resolve() in (target.resolve(), *target.resolve().parents):
         raise ConfigError(
             f"{target} lies in the run folder that is to be published; give a folder elsewhere"
         )
+    state = read_ledger(run_dir / "ledger.jsonl")
+    if state.closed == MIXED_EXAMPLES:
+        # metrics.jsonl states the epsilon of each step as it was claimed then.
+        raise ConfigError(f"{run_dir}: {WHY_MIXED}: nothing of it is published")
     files = survey(run_dir)
     newest = _newest_whole(run_dir) if checkpoints else None
     step, parts = newest or ("", [])

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 
 from ..clipping.clipped_sum import LossesAndNorms
 from ..errors import MixedExamples, PrivacyConfigError
-from ..gradients.module_state import MODULE_ATTRIBUTES, PLAIN
+from ..gradients.module_state import MODULE_ATTRIBUTES
 from ..ranks import collectives
 from ..ranks.engine import to_device
 from ..step.step import Mechanism, MicroBatch
 from ..sums.local import Accumulator
 from .neighbours import IN_ANY_ORDER, in_rows, must_take
-from .unchanged import Part
+from .unchanged import SETTINGS, Part
 
+ModuleSettings = list[tuple[dict[str, object], dict[str, object]]]
+"""The attributes of each module, and those of its numbers and words that were read."""
 WINDOW = 100
 """Micro-batches of which one is checked. That one is computed three times: 2 % of a run's time."""
 
@@ -106,9 +108,10 @@ class Isolation:
 
         def compare() -> Agreement:
             sums_before = clipped.accumulator.twin()
+            settings_before = self._read_settings()
             with self._without_trace(), must_take(f"{num_rows} examples, some of them padding"):
                 self._add(part)
-                agreement = self._compare_halves(part, clipped.rows, sums_before)
+                agreement = self._compare_halves(part, clipped.rows, sums_before, settings_before)
             clipped.zero_()
             # On a CPU, kernels give equal bits for equal shapes.
             has_mixed = is_on_cpu and not agreement.losses_keep_bits
@@ -148,14 +151,20 @@ class Isolation:
         """Yields the micro-batches of a step, and checks those that are chosen. Collective.
 
         Raises:
-            MixedExamples: on all ranks, after the last micro-batch.
+            MixedExamples: on all ranks, right after the check that fails on one of them.
         """
-        for micro_batch in micro_batches:
-            if self._is_chosen():
+        for number, micro_batch in enumerate(micro_batches):
+            is_forced = False
+            # Ranks agree once a step on checks that a change forces: a rank that checked alone
+            # would wait for the others in a forward of a sharded model.
+            if number == 0 or collectives.is_alone():
+                [is_forced] = collectives.on_any(self._is_forced)
+                self._is_forced = False
+            if (self._is_chosen() or is_forced) and self._is_on:
                 yield from self._checked(micro_batch)
+                self.require_apart()
             else:
                 yield micro_batch
-        self.require_apart()
 
     def require_apart(self) -> None:
         """Refuses to go on where a check has failed on any rank. Collective.
@@ -177,9 +186,7 @@ class Isolation:
         if index == 0:
             self._place = self._places.randrange(self._window)
         self._index += 1
-        is_forced = self._is_forced
-        self._is_forced = False
-        return self._is_on and (is_forced or index == self._place)
+        return index == self._place
 
     def _checked(self, micro_batch: MicroBatch) -> Iterator[MicroBatch]:
         """Yields a micro-batch, and computes its halves when the mechanism has added it."""
@@ -190,9 +197,10 @@ class Isolation:
         inputs = {name: x.clone() for name, x in inputs.items()}
         part = Part(inputs, micro_batch.is_padding_B, micro_batch.num_undecodable)
         sums_before = clipped.accumulator.twin()
+        settings_before = self._read_settings()
         yield part
         with self._without_trace():
-            agreement = self._compare_halves(part, clipped.rows, sums_before)
+            agreement = self._compare_halves(part, clipped.rows, sums_before, settings_before)
         must_keep_bits = kind_of(inputs) in self._kinds_that_keep_bits
         if agreement.is_close and (agreement.keeps_bits or not must_keep_bits):
             self.num_passed += 1
@@ -200,12 +208,17 @@ class Isolation:
             self.is_mixed = True
 
     def _compare_halves(
-        self, part: Part, rows: LossesAndNorms, sums_before: Accumulator
+        self,
+        part: Part,
+        rows: LossesAndNorms,
+        sums_before: Accumulator,
+        settings_before: ModuleSettings,
     ) -> Agreement:
         """Adds both halves of a micro-batch to the sums before it, and compares rows and sums.
 
         Args:
             rows: of the whole part, which the mechanism's own sums hold.
+            settings_before: those that the whole part met; each half meets the same.
         """
         clipped = self._mechanism.clipped
         num_rows = len(part.is_padding_B)
@@ -217,6 +230,7 @@ class Isolation:
         try:
             for is_kept_B in (is_in_first_B, ~is_in_first_B):
                 half = self._half_of(part, is_kept_B)
+                put_back(settings_before)
                 self._add(half)
                 for kind, (x, y) in enumerate(zip(rows, clipped.rows, strict=True)):
                     is_compared_B = ~half.is_padding_B.to(x.device)
@@ -257,7 +271,7 @@ class Isolation:
         """Puts generators of random numbers, and numbers and words of modules, back afterwards."""
         python_state = random.getstate()
         numpy_state = np.random.get_state()  # noqa: NPY002  # foreign models use it
-        settings = [(vars(module), settings_of(module)) for module in self._modules]
+        settings = self._read_settings()
         devices = [self._mechanism.engine.device.index or 0] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices):
             try:
@@ -265,8 +279,17 @@ class Isolation:
             finally:
                 random.setstate(python_state)
                 np.random.set_state(numpy_state)  # noqa: NPY002
-                for attributes, saved_settings in settings:
-                    attributes.update(saved_settings)
+                put_back(settings)
+
+    def _read_settings(self) -> ModuleSettings:
+        """Returns the numbers and words of the modules, such as counters of calls."""
+        return [(vars(module), settings_of(module)) for module in self._modules]
+
+
+def put_back(settings: ModuleSettings) -> None:
+    """Sets numbers and words of modules to what they were."""
+    for attributes, saved_settings in settings:
+        attributes.update(saved_settings)
 
 
 def random_half(is_padding_B: Tensor) -> Tensor:
@@ -298,7 +321,7 @@ def settings_of(module: nn.Module) -> dict[str, object]:
     return {
         name: x
         for name, x in vars(module).items()
-        if name not in MODULE_ATTRIBUTES and isinstance(x, PLAIN)
+        if name not in MODULE_ATTRIBUTES and isinstance(x, SETTINGS)
     }
 
 

@@ -351,16 +351,15 @@ class Run:
         # Before the intent, so that every charge has a private record of its examples.
         self.ledger.note(step.batch, self.parts.micro_batch_size, self.parts.nodes)
         micro_batches = step.micro_batches if through is None else through(step.micro_batches)
-        isolation = self.parts.isolation
+        watched = self.parts.isolation.watched(micro_batches)
         try:
-            watched = isolation.watched(micro_batches)
-            with self._voiding_if_mixed():
-                record = train_step(self.mechanism, self._charge, step.number, watched)
+            record = train_step(self.mechanism, self._charge, step.number, watched)
         except StepDropped:
             self._turn = None
             self.outcome = STOPPED_EARLY
-            with self._voiding_if_mixed():  # a check of this step may have failed before
-                isolation.require_apart()
+            raise
+        except MixedExamples:
+            self.ledger.void()
             raise
         step.state = "taken"
         return record
@@ -388,15 +387,6 @@ class Run:
             self.save()
         if is_last:
             self._checkpoints.finish()
-
-    @contextlib.contextmanager
-    def _voiding_if_mixed(self) -> Iterator[None]:
-        """Records that no guarantee holds if its block raises MixedExamples. Collective."""
-        try:
-            yield
-        except MixedExamples:
-            self.ledger.void()
-            raise
 
     def _require(self, step: Step, state: str) -> None:
         if step is not self._turn or step.state != state:

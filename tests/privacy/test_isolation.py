@@ -261,9 +261,6 @@ def test_each_window_has_one_secret_place_and_a_short_run_has_one() -> None:
         (place,) = chosen(isolation, 3)
         short.add(place)
     assert short == {0, 1, 2}
-    isolation.begin(WINDOW)
-    isolation.force()
-    assert 0 in chosen(isolation, WINDOW)
 
 
 class Late(nn.Module):
@@ -356,6 +353,38 @@ def test_an_alarm_in_a_step_that_is_dropped_counts(tmp_path: Path) -> None:
     with pytest.raises(MixedExamples):
         loop.step()
     assert ledger_of(tmp_path / "run").closed == "mixed_examples"
+
+
+def test_an_alarm_is_recorded_before_anything_else_of_the_step(tmp_path: Path) -> None:
+    """A crash, a signal or an error later in the step finds it in the ledger."""
+    loop, _ = mixing_loop(tmp_path / "run")
+    yielded = []
+
+    def counting(micro_batches: Iterator[Any]) -> Iterator[Any]:
+        for part in loop._start.self_checked.watched(
+            micro_batches, torch.device("cpu"), torch.float32
+        ):
+            yielded.append(part)
+            yield part
+        raise OSError("an item is lost at the end of the step")
+
+    loop._watched = counting  # type: ignore[method-assign]
+    with pytest.raises(MixedExamples):
+        loop.step()
+    assert len(yielded) < 4 and ledger_of(tmp_path / "run").closed == "mixed_examples"
+
+
+def test_halves_meet_the_numbers_that_the_whole_has_met() -> None:
+    """A temperature that follows a counter of calls is no mixing."""
+
+    def by_calls(m: Net, h: Tensor) -> Tensor:
+        return h / (1 + 0.1 * m.num_calls)
+
+    model = Net(by_calls)
+    checked = Checked(model)
+    checked.start()
+    checked.add(*(micro_batch(seed=seed) for seed in range(4)))
+    assert checked.isolation.num_passed == 4
 
 
 def rank_mixes(device: torch.device, run_dir: Path) -> str:
