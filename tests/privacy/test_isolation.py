@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from privacy import verify
 from privacy.card.run_card import build_card
+from privacy.clipping.clip_factors import FUNCTIONS
 from privacy.errors import MixedExamples, PrivacyConfigError, PrivacyStateRefused, StepDropped
 from privacy.guards.isolation import WINDOW, Isolation
 from privacy.guards.unchanged import MOST_FORCED, Part
@@ -191,8 +192,7 @@ def test_mixing_under_autocast_alone_is_found() -> None:
 SETTINGS: dict[str, dict[str, Any]] = {
     "bookkeeping": {},
     "two passes": {"mode": "two_pass"},
-    "per layer": {"clipping_function": "per_layer"},
-    "automatic": {"clipping_function": "automatic"},
+    **{function: {"clipping_function": function} for function in FUNCTIONS},
     "certified": {"arithmetic": "certified", "sensitivity_slack": 0.0},
     "half precision": {"dtype": torch.bfloat16},
     "double precision": {"dtype": torch.float64},
