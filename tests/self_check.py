@@ -42,7 +42,11 @@ class Guarded:
 
     def __init__(self, clipped: ClippedSum) -> None:
         self._clipped = clipped
-        engine = SimpleNamespace(device=clipped.device, compute_dtype=None)
+        model = clipped.model
+        shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        engine = SimpleNamespace(
+            device=clipped.device, compute_dtype=None, module=model, shapes=shapes
+        )
         self._mechanism = SimpleNamespace(clipped=clipped, engine=engine, task=clipped.model)
         self._isolation = WhenForced(self._mechanism, {})  # type: ignore[arg-type]
         self._guard = SelfChecked(clipped.model, clipped.model, clipped, self._isolation.force)

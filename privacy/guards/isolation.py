@@ -21,7 +21,7 @@ from ..clipping.clipped_sum import LossesAndNorms
 from ..errors import MixedExamples, PrivacyConfigError
 from ..gradients.module_state import MODULE_ATTRIBUTES
 from ..ranks import collectives
-from ..ranks.engine import to_device
+from ..ranks.engine import holds_whole_weights, to_device
 from ..step.step import Mechanism, MicroBatch
 from ..sums.local import Accumulator
 from .neighbours import IN_ANY_ORDER, in_rows, must_take
@@ -82,6 +82,9 @@ class Isolation:
         self._mechanism = mechanism
         self.padding = padding
         self._modules = list(modules)
+        # Whether all ranks meet in every micro-batch, in its forward or its sums.
+        has_whole_weights = holds_whole_weights(mechanism.engine)
+        self._is_in_lockstep = mechanism.clipped.leaves_process or not has_whole_weights
         self._kinds_that_keep_bits: set[object] = set()
         self._is_forced = False
         self.is_mixed = False
@@ -148,23 +151,41 @@ class Isolation:
         self._is_forced = True
 
     def watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of a step, and checks those that are chosen. Collective.
+        """Yields the micro-batches of a step, and checks those that are chosen.
+
+        It is collective where the step's forwards or sums are, and nowhere else: before the intent
+        of other steps a rank may drop the step, which the others learn at the intent alone.
 
         Raises:
-            MixedExamples: on all ranks, right after the check that fails on one of them.
+            MixedExamples, StepDropped: see `stop_if_mixed`.
         """
         for number, micro_batch in enumerate(micro_batches):
             is_forced = False
-            # Ranks agree once a step on checks that a change forces: a rank that checked alone
-            # would wait for the others in a forward of a sharded model.
-            if number == 0 or collectives.is_alone():
+            if not self._is_in_lockstep:
+                is_forced = self._is_forced
+                self._is_forced = False
+            elif number == 0:
+                # Once a step: a rank that checked alone would wait for the others in its forward.
                 [is_forced] = collectives.on_any(self._is_forced)
                 self._is_forced = False
             if (self._is_chosen() or is_forced) and self._is_on:
                 yield from self._checked(micro_batch)
-                self.require_apart()
+                self.stop_if_mixed()
             else:
                 yield micro_batch
+
+    def stop_if_mixed(self) -> None:
+        """Ends the step if the last check has failed.
+
+        Raises:
+            MixedExamples: on all ranks, where they are in lockstep.
+            StepDropped: on this rank, and on the others before their intent; `require_apart` then
+                raises MixedExamples on all.
+        """
+        if self._is_in_lockstep:
+            self.require_apart()
+        elif self.is_mixed:
+            collectives.agree(ready=False)
 
     def require_apart(self) -> None:
         """Refuses to go on where a check has failed on any rank. Collective.

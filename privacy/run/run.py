@@ -353,11 +353,14 @@ class Run:
         micro_batches = step.micro_batches if through is None else through(step.micro_batches)
         watched = self.parts.isolation.watched(micro_batches)
         try:
-            record = train_step(self.mechanism, self._charge, step.number, watched)
-        except StepDropped:
-            self._turn = None
-            self.outcome = STOPPED_EARLY
-            raise
+            try:
+                record = train_step(self.mechanism, self._charge, step.number, watched)
+            except StepDropped:
+                self._turn = None
+                self.outcome = STOPPED_EARLY
+                # A rank whose check has failed drops the step, too.
+                self.parts.isolation.require_apart()
+                raise
         except MixedExamples:
             self.ledger.void()
             raise

@@ -24,6 +24,7 @@ from privacy.noise.source import SystemNoise
 from privacy.plan.numbers import make_plan
 from privacy.plan.releases import SENSITIVITY_SLACK
 from privacy.plan.request import PlanRequest
+from privacy.ranks import collectives
 from privacy.run.mechanism import clipper_of
 from privacy.sampling.sampler import sampler_of
 from privacy.step.batches import max_rows
@@ -145,7 +146,12 @@ class Checked:
         room = max_rows(sampler_of(plan), 64, (), 70)
         self.model = model
         self.clipped = clipper_of(plan, model, mode=mode, rows=room)
-        engine: Any = SimpleNamespace(device=torch.device("cpu"), compute_dtype=dtype)
+        engine: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            compute_dtype=dtype,
+            module=model,
+            shapes={name: p.shape for name, p in model.named_parameters()},
+        )
         mechanism = Mechanism(plan, sampler_of(plan), self.clipped, SystemNoise(), engine, model)
         self.isolation = Isolation(mechanism, PADDING, list(model.modules()))
 
@@ -169,8 +175,10 @@ def test_a_way_to_mix_is_found_in_one_micro_batch(way: str) -> None:
     checked = Checked(model)
     checked.start()
     model.is_mixing = True
-    with pytest.raises(MixedExamples, match="its earlier steps included"):
+    with pytest.raises(StepDropped):
         checked.add(*(micro_batch(seed=seed) for seed in range(4)))
+    with pytest.raises(MixedExamples, match="its earlier steps included"):
+        checked.isolation.require_apart()
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "by the number of calls"])
@@ -185,7 +193,7 @@ def test_mixing_under_autocast_alone_is_found() -> None:
     checked = Checked(model)
     checked.start()
     checked.add(micro_batch())
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(MixedExamples):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StepDropped):
         checked.add(micro_batch())
 
 
@@ -407,3 +415,31 @@ def test_an_alarm_of_one_rank_stops_all(tmp_path: Path) -> None:
     assert "no guarantee holds" in first and first == second
     state = ledger_of(tmp_path / "run")
     assert (state.closed, state.num_charged) == ("mixed_examples", 1)
+
+
+def rank_drops(device: torch.device, run_dir: Path) -> str:
+    """Says how a step ends that rank 1 drops before its first micro-batch, as after a signal."""
+    model = Late()
+    with make(run_dir, model, rows(), loss=cross_entropy(model)) as loop:
+        watched = loop._watched
+
+        def droppable(micro_batches: Iterator[Any]) -> Iterator[Any]:
+            for part in watched(micro_batches):
+                if dist.get_rank() == 1:
+                    collectives.agree(ready=False)
+                yield part
+
+        loop._watched = droppable  # type: ignore[method-assign]
+        loop._run.parts.isolation.begin(1)  # type: ignore[union-attr]
+        try:
+            loop.step()
+        except StepDropped:
+            return "dropped"
+    return "taken"
+
+
+def test_a_rank_may_drop_a_step_while_others_check_it(tmp_path: Path) -> None:
+    """No collective of the check stands between the ranks before the intent, which costs nothing then."""
+    assert run_ranks(f"{__name__}:rank_drops", 2, run_dir=tmp_path / "run") == ["dropped"] * 2
+    state = ledger_of(tmp_path / "run")
+    assert (state.closed, state.num_charged) == (None, 0)

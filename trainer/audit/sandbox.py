@@ -557,7 +557,7 @@ def run_sandbox(
                 stack.enter_context(mock.patch.object(start, "open_ledger", open_sandbox_ledger))
                 stack.enter_context(mock.patch.object(start, "build", partial(build, start.build)))
                 # An alarm would end the run; the report shall say what else is wrong, too.
-                stack.enter_context(mock.patch.object(Isolation, "require_apart"))
+                stack.enter_context(mock.patch.object(Isolation, "stop_if_mixed"))
                 run = open_run(start)
                 assert isinstance(run, Run), "no session but the last ends the run"
                 stack.callback(run.ledger.release)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from privacy.clipping import ClippedSum
 from privacy.clipping.norms import NormTally
-from privacy.errors import MixedExamples, PrivacyConfigError
+from privacy.errors import PrivacyConfigError, StepDropped
 from privacy.gradients import recorder
 from privacy.gradients.per_example_gradients import Contribution, Dense, OuterProducts
 from privacy.gradients.rules import RULES
@@ -196,7 +196,7 @@ def test_numbers_of_a_module_may_change_where_examples_stay_apart() -> None:
         calls.append(len(FORWARDS))
     assert calls[1:] == [1, 3, 1]  # after a new value a micro-batch is computed again in two halves
     model.rate = 0.5
-    with pytest.raises(MixedExamples):
+    with pytest.raises(StepDropped):
         add(total, model, x=x)
 
 
@@ -253,7 +253,7 @@ def test_a_number_or_word_by_which_examples_meet_is_found(
         model.k = torch.tensor(0.25)
         add(total, model, x=x)
     setattr(model, *after)
-    with pytest.raises(MixedExamples):
+    with pytest.raises(StepDropped):
         add(total, model, x=x)
 
 
